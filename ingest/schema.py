@@ -1,0 +1,117 @@
+"""What a shard holds: its fields, their axes and units, and the versions of the formats (contract of a data set).
+
+Array axes are (y, x). `n` is the number of samples of a shard, (Ry, Rx) the scan axes, (Qy, Qx) the detector axes,
+(H, W) the axes of the projected potential.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = [
+    "MANIFEST_FORMAT",
+    "MANIFEST_VERSION",
+    "PARAMS_DTYPE",
+    "SHARD_FORMAT",
+    "SHARD_VERSION",
+    "STANDARD_FIELDS",
+    "FieldSpec",
+]
+
+SHARD_FORMAT = "exitwave-shard"
+SHARD_VERSION = 1
+MANIFEST_FORMAT = "exitwave-manifest"
+MANIFEST_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldSpec:
+    """One array field of a sample.
+
+    `shape` is the shape of one sample; in the shard the dataset has a leading axis of `n` samples. `axes` names each
+    of the sample's axes, `unit` is the unit of the values.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...] = ()
+    unit: str = ""
+    meaning: str = ""
+
+
+STANDARD_FIELDS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "cbed": (
+        ("Ry", "Rx", "Qy", "Qx"),
+        "fraction of the incident beam",
+        "diffraction intensity per probe position, noise-free; zero frequency at [Qy//2, Qx//2]",
+    ),
+    "potential": (
+        ("H", "W"),
+        "V Å",
+        "projected potential from the entrance surface to the exit plane, blurred to label_blur_A; pixel [i, j] at "
+        "scan_origin + R(scan_rotation)·(i, j)·potential_sampling",
+    ),
+}
+
+# Everything that makes a sample again. Aberrations follow one convention, that of abTEM's polar expansion
+# (Kirkland, "Advanced Computing in Electron Microscopy", eq. 2.22 generalised): coefficients C_nm in Å, angles phi_nm
+# in degrees, and defocus_A = -C10, positive when the crossover lies downstream of the entrance surface.
+PARAMS_DTYPE = np.dtype(
+    [
+        ("energy_keV", "<f8"),
+        ("semiangle_mrad", "<f8"),
+        ("aperture_soft", "u1"),
+        ("defocus_A", "<f8"),
+        ("C12_A", "<f8"),
+        ("phi12_deg", "<f8"),
+        ("C21_A", "<f8"),
+        ("phi21_deg", "<f8"),
+        ("C23_A", "<f8"),
+        ("phi23_deg", "<f8"),
+        ("C30_A", "<f8"),
+        ("C32_A", "<f8"),
+        ("phi32_deg", "<f8"),
+        ("C34_A", "<f8"),
+        ("phi34_deg", "<f8"),
+        ("C50_A", "<f8"),
+        ("tilt_x_mrad", "<f8"),
+        ("tilt_y_mrad", "<f8"),
+        ("thickness_A", "<f8"),
+        ("exit_plane", "<i4"),
+        ("Q_sampling_y_per_A", "<f8"),
+        ("Q_sampling_x_per_A", "<f8"),
+        ("R_sampling_y_A", "<f8"),
+        ("R_sampling_x_A", "<f8"),
+        ("potential_sampling_A", "<f8"),
+        ("scan_origin_y_A", "<f8"),
+        ("scan_origin_x_A", "<f8"),
+        ("scan_rotation_deg", "<f8"),
+        ("crystal_rotation_deg", "<f8"),
+        ("zone_axis", "<i4", (3,)),
+        ("inplane_axis", "<i4", (3,)),
+        ("strain", "<f8"),
+        ("grid_y", "<i4"),
+        ("grid_x", "<i4"),
+        ("extent_y_A", "<f8"),
+        ("extent_x_A", "<f8"),
+        ("slice_thickness_A", "<f8"),
+        ("projection", "S16"),
+        ("parametrization", "S16"),
+        ("antialias_cutoff", "<f8"),
+        ("antialias_taper", "<f8"),
+        ("phonon_count", "<i4"),
+        ("phonon_seed", "<u8"),
+        ("phonon_rms_A", "<f8"),
+        ("captured_fraction", "<f8"),
+        ("label_blur_A", "<f8"),
+        ("label_bandlimit_per_A", "<f8"),
+        ("space_group", "<i4"),
+        ("prototype_group", "<u8"),
+        ("structure", "<i4"),
+        ("sample_index", "<i8"),
+        ("split", "S8"),
+    ]
+)

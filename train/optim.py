@@ -1,0 +1,44 @@
+"""The optimizer and its learning rate as a pure function of progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from exitwave.train.spec import OptimizerSpec
+
+__all__ = ["learning_rate", "make_optimizer", "set_learning_rate"]
+
+
+def make_optimizer(spec: OptimizerSpec, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """AdamW or SGD; weight decay acts on weights (two or more dims), not on biases and normalisation gains."""
+    parameters = [p for _, p in named_parameters if p.requires_grad]
+    param_groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": spec.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if spec.name == "sgd":
+        return torch.optim.SGD(param_groups, lr=spec.lr, momentum=spec.momentum)
+    return torch.optim.AdamW(param_groups, lr=spec.lr, betas=spec.betas)
+
+
+def learning_rate(spec: OptimizerSpec, *, step: int, progress: float) -> float:
+    """Learning rate of optimizer step `step` (0, 1, …).
+
+    Linear warm-up over `warmup_steps`, times the schedule at `progress` in [0, 1] through the training (by steps, or
+    by time where time ends it).
+    """
+    warmup = min(1.0, (step + 1) / spec.warmup_steps) if spec.warmup_steps else 1.0
+    decay = 1.0
+    if spec.schedule == "cosine":
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0.0, progress))))
+        decay = spec.final_lr_fraction + (1.0 - spec.final_lr_fraction) * cosine
+    return spec.lr * warmup * decay
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr

@@ -1,0 +1,165 @@
+"""What to train: one frozen model per component, checked when it is read.
+
+A `TrainSpec` is the `train:` section of a pipeline, or a file of its own. Names carry units, unknown keys are refused.
+Two equal specs on the same data give the same loss curve (on one rank to the bit), unless `max_seconds` is set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "CheckpointSpec",
+    "DataSpec",
+    "EngineSpec",
+    "LossSpec",
+    "ModelSpec",
+    "OptimizerSpec",
+    "TrainSpec",
+    "spec_difference",
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSpec(_Strict):
+    """The network: a preset's sizes, each of which may be overridden."""
+
+    name: Literal["fc-densenet"] = "fc-densenet"
+    preset: Literal["tiny", "small", "paper-23M", "paper-40M", "paper-220M"] = "tiny"
+    layout: Literal["detector-as-channels", "probes-as-channels"] = "detector-as-channels"
+    growth: int | None = Field(default=None, ge=1)
+    layers: tuple[int, ...] | None = None
+    kernel: int | None = Field(default=None, ge=1)
+    up_kernel: int | None = Field(default=None, ge=1)
+    skips: bool | None = None
+    norm: Literal["group", "none"] | None = None
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    stem: tuple[int, ...] | None = None
+
+    def overrides(self) -> dict[str, object]:
+        """The sizes that were given, by the names of `DenseNetSize`."""
+        sizes = self.model_dump(exclude={"name", "preset", "layout"})
+        return {name: value for name, value in sizes.items() if value is not None}
+
+
+class DataSpec(_Strict):
+    """What the network sees of a sample.
+
+    dose_e_per_pattern: mean counts per pattern of the Poisson noise; null for noise-free patterns.
+    normalise: divide each sample by its detected sum (the incident beam is unknown in experiments), or not.
+    transform: applied to the normalised patterns, scaled so that values are of order one.
+    detector_bin: the detector is summed down to this many pixels each way; null keeps it.
+    physics: images derived from the same noisy patterns, added as channels: the centre of mass and its integral.
+    conditions: what an experimenter knows, added as constant channels.
+    augment: mirror and transpose scan, detector and label together, drawn by (epoch, uid).
+    """
+
+    dose_e_per_pattern: float | None = Field(default=1e4, gt=0)
+    normalise: Literal["detected-sum", "none"] = "detected-sum"
+    transform: Literal["sqrt", "log1p", "none"] = "sqrt"
+    detector_bin: int | None = Field(default=16, ge=1)
+    physics: tuple[Literal["com", "icom"], ...] = ("com", "icom")
+    conditions: tuple[Literal["energy_keV", "semiangle_mrad", "R_sampling_A"], ...] = (
+        "energy_keV",
+        "semiangle_mrad",
+        "R_sampling_A",
+    )
+    augment: Literal["none", "dihedral"] = "dihedral"
+    workers: int = Field(default=0, ge=0, description="loader processes per rank; 0 reads in the rank itself")
+
+
+class OptimizerSpec(_Strict):
+    """AdamW or SGD with a warm-up and a decay; `clip` bounds the norm of the whole gradient (null: none)."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(default=2e-3, gt=0)
+    weight_decay: float = Field(default=1e-2, ge=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = Field(default=20, ge=0)
+    final_lr_fraction: float = Field(default=0.01, ge=0, le=1)
+    clip: float | None = Field(default=1.0, gt=0)
+
+
+class LossSpec(_Strict):
+    """`offset_weight` weighs the error of a sample's mean against that of its structure, which is what is scored."""
+
+    name: Literal["mse", "huber", "l1"] = "huber"
+    delta: float = Field(default=1.0, gt=0, description="of huber, in standard deviations of the target")
+    offset_weight: float = Field(default=0.1, ge=0)
+
+
+class EngineSpec(_Strict):
+    """Handed to `GroupedAllreduce` as it is."""
+
+    protocol: str = "static"
+    grouping: str = "bytes"
+    overlap: str = "backward"
+    timeout_s: float = Field(default=300.0, gt=0)
+
+
+class CheckpointSpec(_Strict):
+    """A checkpoint every so many steps (and at the end); the last `keep` stay."""
+
+    every_steps: int = Field(default=100, ge=1)
+    keep: int = Field(default=2, ge=1)
+
+
+class TrainSpec(_Strict):
+    """The whole of a training. `batch` counts samples over all ranks."""
+
+    model: ModelSpec = ModelSpec()
+    data: DataSpec = DataSpec()
+    batch: int = Field(default=16, ge=1)
+    epochs: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
+    max_seconds: float | None = Field(default=None, gt=0)
+    optimizer: OptimizerSpec = OptimizerSpec()
+    loss: LossSpec = LossSpec()
+    engine: EngineSpec = EngineSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    seed: int = Field(default=0, ge=0)
+    precision: Literal["fp32"] = "fp32"
+    deterministic: bool = True
+    train_split: str = "train"
+    val_split: str = "val"
+    eval_every_steps: int | None = Field(default=None, ge=1, description="validation loss this often; null: never")
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainSpec:
+        if self.epochs is None and self.steps is None and self.max_seconds is None:
+            raise ValueError("how long to train? give epochs, steps or max_seconds (the first to be reached ends it)")
+        if self.max_seconds is not None and self.deterministic:
+            raise ValueError(
+                "max_seconds makes the number of steps depend on the machine's speed; set deterministic: false with it"
+            )
+        return self
+
+    def canonical(self) -> dict[str, Any]:
+        """The spec as plain JSON values, defaults filled in."""
+        data: dict[str, Any] = self.model_dump(mode="json")
+        return data
+
+    def fingerprint(self) -> str:
+        """A short hash of the canonical form."""
+        return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def spec_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key.path: old -> new` for all that differs between two canonical specs; empty where they agree."""
+    lines: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key, "(absent)"), new.get(key, "(absent)")
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += spec_difference(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {before} -> {after}")
+    return lines

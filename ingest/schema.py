@@ -17,6 +17,7 @@ __all__ = [
     "SHARD_FORMAT",
     "SHARD_VERSION",
     "STANDARD_FIELDS",
+    "TABLES",
     "FieldSpec",
 ]
 
@@ -24,6 +25,10 @@ SHARD_FORMAT = "exitwave-shard"
 SHARD_VERSION = 1
 MANIFEST_FORMAT = "exitwave-manifest"
 MANIFEST_VERSION = 1
+
+# The small tables beside the array fields. `/params_crc32c` (n,) is to `/params` what `/crc32c` (n, fields) is to the
+# array fields, whose names in the order of the columns stand in its attribute `fields`.
+TABLES = ("uid", "params", "crc32c", "params_crc32c")
 
 
 @dataclass(frozen=True, kw_only=True)

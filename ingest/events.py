@@ -1,0 +1,74 @@
+"""The event log: what happened, one JSON object a line, each with its time `t` (seconds since 1970, UTC) and `kind`.
+
+A line is one write to a file opened for appending, so that several processes may share a log, and it is synced before
+`emit` returns. After a crash the last line may be torn; readers skip what is no whole line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.files import disk_full_means_interrupted
+
+__all__ = ["EventLog", "read_events"]
+
+
+class EventLog:
+    """Appends events to `path` and shows each to the `listeners` (progress bars, plain lines, a service)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        with disk_full_means_interrupted(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            # A line torn by a crash must not swallow the next event: begin on a fresh line.
+            self._torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        finally:
+            os.close(fd)
+
+    def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Writes and syncs one event, then calls the listeners; InterruptedRunError when the disk is full."""
+        event = {"t": round(time.time(), 6), "kind": kind, **fields}
+        line = json.dumps(event, ensure_ascii=False, separators=(",", ":"), default=str).encode() + b"\n"
+        try:
+            with disk_full_means_interrupted(self.path, len(line)):
+                self._append(line)
+        finally:
+            for listener in self.listeners:
+                listener(event)
+        return event
+
+    def _append(self, line: bytes) -> None:
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            data = b"\n" + line if self._torn else line
+            self._torn = True
+            while data:
+                data = data[os.write(fd, data) :]
+            os.fsync(fd)
+            self._torn = False
+        finally:
+            os.close(fd)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All whole events of a log in the order written; an absent log has none. Torn lines are skipped."""
+    if not path.exists():
+        return []
+    events = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "kind" in event:
+            events.append(event)
+    return events

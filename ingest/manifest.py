@@ -1,0 +1,301 @@
+"""The manifest: an append-only file of JSON lines, and the one truth of what is committed.
+
+Protocol. (1) One controller holds the data set's lease, whose fencing epoch it writes into each line. (2) A commit is
+one line, appended in one write and synced; a line counts once it ends in a newline. (3) A crash can leave only the
+last line torn: readers ignore it, the next writer cuts it off before it appends. (4) A line with a lower epoch than one
+before it comes from a controller that lost its lease without noticing: readers ignore it. (5) Before each append the
+writer looks whether the file is as it left it; if another has written, it stops.
+Each line ends in a checksum of itself (`line_crc32c`), so that a flipped bit in the truth is found as well.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
+from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, part_path
+from exitwave.ingest.records import Header, Manifest, PublishedShard, ShardRecord, Tombstone
+from exitwave.ingest.schema import MANIFEST_FORMAT, MANIFEST_VERSION
+
+__all__ = ["MANIFEST_NAME", "ManifestWriter", "create_dataset", "load_manifest"]
+
+MANIFEST_NAME = "manifest.jsonl"
+_SUM = re.compile(rb',"line_crc32c":"([0-9a-f]{8})"\}$')
+
+
+def _encode(data: Mapping[str, Any]) -> bytes:
+    body = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return body[:-1] + b',"line_crc32c":"%08x"}\n' % google_crc32c.value(body)
+
+
+def _decode(line: bytes, where: str) -> dict[str, Any]:
+    """One line without its newline. UsageError naming file and line when it is not what a writer wrote."""
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{where}: not a line of JSON ({error}). {_WHAT_TO_DO}") from None
+    if not isinstance(data, dict) or "kind" not in data:
+        raise UsageError(f"{where}: expected an object with a `kind`, found {line[:60]!r}. {_WHAT_TO_DO}")
+    if (data.get("format", MANIFEST_FORMAT), data.get("version", MANIFEST_VERSION)) != (
+        MANIFEST_FORMAT,
+        MANIFEST_VERSION,
+    ):
+        return data  # another version may sum its lines otherwise: its own message comes from the header
+    if (found := _SUM.search(line)) is not None:
+        expected = google_crc32c.value(line[: found.start()] + b"}")
+        if int(found[1], 16) != expected:
+            raise UsageError(f"{where}: checksum {found[1].decode()}, expected {expected:08x}. {_WHAT_TO_DO}")
+    return data
+
+
+_WHAT_TO_DO = "The manifest is damaged: restore it from a copy, or build the data set anew."
+
+
+def create_dataset(root: Path, header: Header) -> None:
+    """Makes the folder and a manifest that holds only the header. UsageError when there is a manifest already."""
+    path = root / MANIFEST_NAME
+    data = _encode(header.to_json())
+    with disk_full_means_interrupted(root, len(data)):
+        try:
+            (root / "shards").mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UsageError(f"{root}: is a file, expected a folder for the data set") from None
+        part = part_path(root, MANIFEST_NAME)
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(part, path)
+        except FileExistsError:
+            raise UsageError(f"{path}: there is a data set already. Choose another folder, or resume it.") from None
+        finally:
+            part.unlink(missing_ok=True)
+        fsync_dir(root)
+
+
+def load_manifest(root: Path) -> Manifest:
+    """Reads the manifest of the data set in `root`.
+
+    UsageError naming file and line: no manifest, another format or version, a broken line (but the last), a path that
+    leaves the data set, a shard committed twice.
+    """
+    path = Path(root) / MANIFEST_NAME
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{path}: not found. {root} is not an exitwave data set (or not yet).") from None
+    *lines, tail = data.split(b"\n")
+    if not lines:
+        raise UsageError(f"{path}:1: the header is missing. {_WHAT_TO_DO}")
+    header = _header(_decode(lines[0], f"{path}:1"), f"{path}:1")
+    live: dict[str, ShardRecord] = {}
+    tombstones: list[Tombstone] = []
+    next_seq = epoch = stale = 0
+    for where, record in _records(lines[1:], path):
+        if record.epoch < epoch:
+            stale += 1
+            continue
+        epoch = record.epoch
+        next_seq = max(next_seq, record.seq + 1)
+        if isinstance(record, Tombstone):
+            tombstones.append(record)
+            live.pop(record.shard_id, None)
+        elif record.shard_id in live:
+            raise UsageError(f"{where}: shard {record.shard_id} is committed twice. {_WHAT_TO_DO}")
+        else:
+            live[record.shard_id] = record
+    return Manifest(
+        header=header,
+        shards=tuple(sorted(live.values(), key=lambda s: (s.generation, s.task, s.shard_id))),
+        tombstones=tuple(tombstones),
+        next_seq=next_seq,
+        torn_tail=bool(tail),
+        stale=stale,
+        epoch=epoch,
+    )
+
+
+def _header(data: dict[str, Any], where: str) -> Header:
+    found = (data.get("format"), data.get("version"))
+    if found != (MANIFEST_FORMAT, MANIFEST_VERSION):
+        raise UsageError(
+            f"{where}: found format {found[0]!r} version {found[1]}, expected {MANIFEST_FORMAT!r} version "
+            f"{MANIFEST_VERSION}. Read it with the exitwave that wrote it ({data.get('exitwave_version', 'unknown')})."
+        )
+    return _parsed(Header.from_json, data, where)
+
+
+def _records(lines: list[bytes], path: Path) -> Iterator[tuple[str, ShardRecord | Tombstone]]:
+    for number, line in enumerate(lines, start=2):
+        where = f"{path}:{number}"
+        data = _decode(line, where)
+        if data["kind"] == "shard":
+            yield where, _parsed(ShardRecord.from_json, data, where)
+        elif data["kind"] == "tombstone":
+            yield where, _parsed(Tombstone.from_json, data, where)
+        else:
+            raise UsageError(f"{where}: kind {data['kind']!r}, expected shard or tombstone. {_WHAT_TO_DO}")
+
+
+def _parsed(parse: Any, data: dict[str, Any], where: str) -> Any:
+    try:
+        return parse(data)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{where}: {type(error).__name__}: {error}. {_WHAT_TO_DO}") from None
+
+
+class ManifestWriter:
+    """The single committer's hand on the manifest; a context manager, or `close()` it.
+
+    `epoch` is the fencing epoch of the caller's lease: UsageError when the manifest has seen a higher one. It holds a
+    kernel lock on the manifest, so that a second writer on the same machine is refused at once.
+    """
+
+    def __init__(self, root: Path, *, epoch: int) -> None:
+        self.root = Path(root)
+        self.path = self.root / MANIFEST_NAME
+        self.epoch = epoch
+        self.manifest = load_manifest(self.root)
+        if epoch < self.manifest.epoch:
+            raise UsageError(
+                f"{self.path}: written to by a later controller (epoch {self.manifest.epoch}, this one has {epoch})"
+            )
+        with disk_full_means_interrupted(self.path):
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            self._lock()
+            self.manifest = load_manifest(self.root)
+            self._size = self._cut_torn_tail()
+            self._live = {shard.shard_id: shard for shard in self.manifest.shards}
+            self._next_seq = self.manifest.next_seq
+            # A damaged shard must not keep the writer from opening: writing its tombstone is the way out.
+            self._uids_of = {shard.shard_id: self._read_uids(shard, strict=False) for shard in self.manifest.shards}
+            self._sort_uids()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{self.path}: another process is writing to this data set") from None
+        except OSError:
+            pass  # a file system without locks: the lease alone guards it
+
+    def _cut_torn_tail(self) -> int:
+        data = self.path.read_bytes()
+        size = data.rfind(b"\n") + 1
+        if size != len(data):
+            os.ftruncate(self._fd, size)
+            os.fsync(self._fd)
+        return size
+
+    def _sort_uids(self) -> None:
+        self._uids = np.sort(np.concatenate([np.empty(0, "<u8"), *self._uids_of.values()]))
+
+    def _read_uids(self, shard: PublishedShard, *, strict: bool = True) -> np.ndarray[Any, Any]:
+        extent, path = shard.extent("uid"), self.root / shard.path
+        try:
+            with path.open("rb") as file:
+                data = os.pread(file.fileno(), extent.nbytes, extent.offset)
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            if not strict:
+                return np.empty(0, "<u8")
+            raise DamagedDataError(f"shard {shard.shard_id}: {path} cannot be read ({error.strerror})") from error
+        if strict and size != shard.nbytes:
+            raise DamagedDataError(f"shard {shard.shard_id}: {path} has {size} bytes, expected {shard.nbytes}")
+        return np.frombuffer(data[: len(data) // 8 * 8], dtype="<u8")
+
+    def commit(
+        self, published: PublishedShard, *, split: str, producer: Mapping[str, str], generation: int = 0
+    ) -> ShardRecord:
+        """Commits a published shard: one line, on disk when this returns.
+
+        UsageError: the shard is committed already, or one of its uids is (nothing is written then).
+        """
+        if published.shard_id in self._live:
+            raise UsageError(f"{self.path}: shard {published.shard_id} is committed already")
+        uids = self._read_uids(published)
+        if self._uids.size and uids.size:
+            at = np.minimum(np.searchsorted(self._uids, uids), self._uids.size - 1)
+            if (known := uids[self._uids[at] == uids]).size:
+                raise UsageError(
+                    f"{self.path}: shard {published.shard_id} holds uid {int(known[0]):#018x}, which another committed "
+                    "shard holds already"
+                )
+        fields = {name: getattr(published, name) for name in PublishedShard.__dataclass_fields__}
+        record = ShardRecord(
+            **fields,
+            seq=self._next_seq,
+            generation=generation,
+            split=split,
+            producer=dict(producer),
+            epoch=self.epoch,
+        )
+        self._append(record)
+        self._live[record.shard_id] = record
+        self._uids_of[record.shard_id] = uids
+        self._uids = np.insert(self._uids, np.searchsorted(self._uids, np.sort(uids)), np.sort(uids))
+        return record
+
+    def tombstone(self, shard_id: str, why: str) -> Tombstone:
+        """Takes a committed shard out of the data set; its file stays. UsageError when it is not committed."""
+        if shard_id not in self._live:
+            raise UsageError(f"{self.path}: shard {shard_id} is not committed")
+        tombstone = Tombstone(seq=self._next_seq, shard_id=shard_id, why=why, epoch=self.epoch)
+        self._append(tombstone)
+        del self._live[shard_id], self._uids_of[shard_id]
+        self._sort_uids()
+        return tombstone
+
+    def _append(self, record: ShardRecord | Tombstone) -> None:
+        line = _encode(record.to_json())
+        if os.fstat(self._fd).st_size != self._size:
+            raise InterruptedRunError(
+                f"{self.path}: another controller has written to this data set; this one (epoch {self.epoch}) stops. "
+                "Nothing is lost: run the command again when the other is done."
+            )
+        try:
+            with disk_full_means_interrupted(self.path, len(line)):
+                data = line
+                while data:
+                    data = data[os.write(self._fd, data) :]
+                os.fsync(self._fd)
+        except BaseException:
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(line)
+        self._next_seq += 1
+
+    def reload(self) -> Manifest:
+        """The manifest as it stands on disk now."""
+        self.manifest = load_manifest(self.root)
+        return self.manifest
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> ManifestWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

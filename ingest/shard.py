@@ -1,0 +1,368 @@
+"""One shard: an HDF5 file whose arrays are contiguous and start 4 KiB-aligned, so that a sample is one `preadv`.
+
+Writing goes in three steps. (1) HDF5 lays the file out: every dataset is allocated at once, nothing is filled, no time
+is recorded. (2) The layout is read back, the whole size is reserved (a full disk shows here, before hours of work, not
+after), and samples are written in place at their offsets. (3) `publish` adds the structures, reopens the file, checks
+every sample against its checksum, hashes the file, and only then gives it its final name.
+The same task run twice makes the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy as np
+
+from exitwave.ingest.errors import DamagedDataError, UsageError
+from exitwave.ingest.files import byte_view, crc32c, disk_full_means_interrupted, part_path, publish, shard_path
+from exitwave.ingest.records import Extent, PublishedShard, StructureInfo, check_name, dtype_to_json
+from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, TABLES, FieldSpec
+from exitwave.ingest.shard_check import describe_shard
+
+__all__ = ["ShardReader", "ShardWriter", "Structure", "read_extents"]
+
+# Threshold 1 would align every small table too and bloat small shards 3.6 times.
+_ALIGNMENT = {"alignment_threshold": 65536, "alignment_interval": 4096}
+_LIBVER = ("earliest", "v110")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """A structure as simulated: numbers (N,), positions_A (N, 3) and cell_A (3, 3) in Å, pbc (3,)."""
+
+    info: StructureInfo
+    numbers: np.ndarray[Any, Any]
+    positions_A: np.ndarray[Any, Any]
+    cell_A: np.ndarray[Any, Any]
+    pbc: np.ndarray[Any, Any]
+    wyckoff: str
+
+
+def _little(dtype: Any) -> np.dtype[Any]:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def _exitwave_version() -> str:
+    try:
+        return version("exitwave")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class ShardWriter:
+    """Writes one shard of `n` samples into the data set folder `dataset`; a context manager.
+
+    Leaving without `publish()` (also by an exception) removes the temporary file. UsageError for samples that do not
+    fit the fields, InterruptedRunError when the disk is full (nothing half-written stays).
+    """
+
+    def __init__(
+        self,
+        dataset: Path,
+        *,
+        shard_id: str,
+        task: int,
+        campaign_hash: str,
+        simulator: str,
+        n: int,
+        fields: Sequence[FieldSpec],
+        params_dtype: np.dtype[Any],
+    ) -> None:
+        if n < 1:
+            raise UsageError(f"shard {shard_id}: n = {n}, expected at least one sample")
+        self.dataset = Path(dataset)
+        self.shard_id = check_name(shard_id, "shard_id")
+        self.task = task
+        self.n = n
+        self.fields = tuple(fields)
+        self._attrs: dict[str, Any] = {
+            "format": SHARD_FORMAT,
+            "format_version": SHARD_VERSION,
+            "exitwave_version": _exitwave_version(),
+            "shard_id": shard_id,
+            "task": task,
+            "campaign_hash": campaign_hash,
+            "simulator": simulator,
+        }
+        self._dtypes = {field.name: _little(field.dtype) for field in self.fields}
+        self._params_dtype = np.dtype(params_dtype)
+        self._structures: dict[int, Structure] = {}
+        self._uids = np.zeros(n, dtype="<u8")
+        self._params = np.zeros(n, dtype=self._params_dtype)
+        self._crc = np.zeros((n, len(self.fields)), dtype="<u4")
+        self._written = np.zeros(n, dtype=bool)
+        self._fd: int | None = None
+        self._part: Path | None = None
+        self._needed = sum(n * self._dtypes[f.name].itemsize * int(np.prod(f.shape)) for f in self.fields)
+
+    def __enter__(self) -> ShardWriter:
+        folder = self.dataset / "shards" / ".part"
+        with disk_full_means_interrupted(self.dataset, self._needed):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._part = part_path(folder, self.shard_id)
+            try:
+                self._lay_out(self._part)
+                self._extents = {extent.field: extent for extent in read_extents(self._part)}
+                self._fd = os.open(self._part, os.O_RDWR | os.O_CLOEXEC)
+                os.posix_fallocate(self._fd, 0, os.fstat(self._fd).st_size)
+            except BaseException:
+                self._discard()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._discard()
+
+    def _discard(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        if self._part is not None:
+            self._part.unlink(missing_ok=True)
+            self._part = None
+
+    def _lay_out(self, path: Path) -> None:
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_layout(h5py.h5d.CONTIGUOUS)
+        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        layout.set_obj_track_times(False)
+        with h5py.File(path, "w", libver=_LIBVER, **_ALIGNMENT) as file:
+
+            def add(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], attrs: Mapping[str, Any]) -> None:
+                kind = h5py.h5t.py_create(dtype, logical=True)
+                h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), layout)
+                for key, value in attrs.items():
+                    file[name].attrs[key] = value
+
+            for key, value in self._attrs.items():
+                file.attrs[key] = value
+            add("uid", np.dtype("<u8"), (self.n,), {})
+            add("params", self._params_dtype, (self.n,), {})
+            names = [field.name for field in self.fields]
+            add("crc32c", np.dtype("<u4"), (self.n, len(names)), {"fields": ",".join(names)})
+            add("params_crc32c", np.dtype("<u4"), (self.n,), {})
+            for field in self.fields:
+                attrs = {"axes": ",".join(field.axes), "unit": field.unit, "meaning": field.meaning}
+                add(field.name, self._dtypes[field.name], (self.n, *field.shape), attrs)
+
+    def write(self, row: int, *, uid: int, params: np.void, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Writes sample `row` (0 <= row < n): its 64-bit `uid`, its record of `params_dtype`, one array per field."""
+        where = f"shard {self.shard_id}, sample {row} (uid {uid:#018x})"
+        if not 0 <= row < self.n or self._written[row]:
+            raise UsageError(f"{where}: expected each row of 0..{self.n - 1} once")
+        if set(arrays) != set(self._dtypes):
+            raise UsageError(f"{where}: fields {sorted(arrays)}, expected {sorted(self._dtypes)}")
+        if params.dtype != self._params_dtype:
+            raise UsageError(f"{where}: params of dtype {params.dtype}, expected {self._params_dtype}")
+        for column, field in enumerate(self.fields):
+            array, dtype = np.asarray(arrays[field.name]), self._dtypes[field.name]
+            if array.shape != field.shape or array.dtype.newbyteorder("<") != dtype:
+                raise UsageError(
+                    f"{where}: {field.name} is {array.dtype} {array.shape}, expected {dtype} {field.shape}"
+                )
+            if dtype.kind in "fc" and not np.isfinite(array).all():
+                raise UsageError(f"{where}: {field.name} holds values that are not finite")
+            data = byte_view(array, dtype)
+            self._crc[row, column] = crc32c(data)
+            self._put(self._extents[field.name], row, data)
+        self._uids[row] = uid
+        self._params[row] = params
+        self._written[row] = True
+
+    def _put(self, extent: Extent, row: int, data: np.ndarray[Any, Any]) -> None:
+        if self._fd is None:
+            raise RuntimeError("the shard is not open: use ShardWriter as a context manager, and publish once")
+        view, offset = data.data, extent.offset + row * extent.stride
+        with disk_full_means_interrupted(self.dataset, self._needed):
+            while view:
+                count = os.pwrite(self._fd, view, offset)
+                view, offset = view[count:], offset + count
+
+    def add_structure(
+        self, info: StructureInfo, *, numbers: Any, positions_A: Any, cell_A: Any, pbc: Any, wyckoff: str
+    ) -> None:
+        """Adds the atoms as simulated: numbers (N,), positions_A (N, 3) Å, cell_A (3, 3) Å, pbc (3,)."""
+        structure = Structure(
+            info=info,
+            numbers=np.asarray(numbers, dtype="<i4"),
+            positions_A=np.asarray(positions_A, dtype="<f8"),
+            cell_A=np.asarray(cell_A, dtype="<f8"),
+            pbc=np.asarray(pbc, dtype="u1"),
+            wyckoff=wyckoff,
+        )
+        n = structure.numbers.size
+        shapes = (structure.numbers.shape, structure.positions_A.shape, structure.cell_A.shape, structure.pbc.shape)
+        if info.index in self._structures or shapes != ((n,), (n, 3), (3, 3), (3,)):
+            raise UsageError(
+                f"shard {self.shard_id}: structure {info.index} with shapes {shapes}, expected each index once and "
+                f"{((n,), (n, 3), (3, 3), (3,))}"
+            )
+        self._structures[info.index] = structure
+
+    def publish(self) -> PublishedShard:
+        """Finishes, verifies and names the shard. All rows must be written, with different uids."""
+        if not self._written.all():
+            missing = np.flatnonzero(~self._written).tolist()
+            raise UsageError(f"shard {self.shard_id}: rows {missing[:10]} of {self.n} were never written")
+        values, counts = np.unique(self._uids, return_counts=True)
+        if counts.max() > 1:
+            raise UsageError(f"shard {self.shard_id}: uid {int(values[counts.argmax()]):#018x} stands twice")
+        params_crc = np.array([crc32c(byte_view(p, self._params_dtype)) for p in self._params], dtype="<u4")
+        tables = {"uid": self._uids, "params": self._params, "crc32c": self._crc, "params_crc32c": params_crc}
+        for name, table in tables.items():
+            self._put(self._extents[name], 0, byte_view(table, table.dtype))
+        if self._fd is None or self._part is None:
+            raise RuntimeError("the shard is not open")
+        os.close(self._fd)
+        self._fd = None
+        final = self.dataset / shard_path(self.shard_id)
+        with disk_full_means_interrupted(self.dataset, self._needed):
+            self._add_structures(self._part)
+            published = describe_shard(self._part, shard_path(self.shard_id))
+            if published.extents != tuple(self._extents.values()):
+                raise RuntimeError(f"shard {self.shard_id}: the layout changed while structures were added")
+            final.parent.mkdir(parents=True, exist_ok=True)
+            publish(self._part, final)
+        self._part = None
+        return published
+
+    def _add_structures(self, path: Path) -> None:
+        with h5py.File(path, "r+", libver=_LIBVER, **_ALIGNMENT) as file:
+            top = file.create_group("structures")
+            for index, structure in sorted(self._structures.items()):
+                group = top.create_group(str(index))
+                for name in ("numbers", "positions_A", "cell_A", "pbc"):
+                    group.create_dataset(name, data=getattr(structure, name), track_times=False)
+                for key, value in {**asdict(structure.info), "wyckoff": structure.wyckoff}.items():
+                    group.attrs[key] = np.uint64(value) if key == "prototype_group" else value
+
+
+class ShardReader:
+    """Reads a shard through HDF5, without the manifest: for people and checks. Training reads by extents instead."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file = h5py.File(self.path, "r")
+        except FileNotFoundError:
+            raise UsageError(f"{self.path}: there is no such shard") from None
+        except OSError as error:
+            raise DamagedDataError(f"{self.path}: cannot be opened as HDF5 ({error})") from error
+        self.attrs: dict[str, Any] = {
+            key: value.item() if isinstance(value, np.generic) else value for key, value in self._file.attrs.items()
+        }
+        found = (self.attrs.get("format"), self.attrs.get("format_version"))
+        if found != (SHARD_FORMAT, SHARD_VERSION):
+            self._file.close()
+            raise UsageError(
+                f"{self.path}: found format {found[0]!r} version {found[1]}, expected {SHARD_FORMAT!r} version "
+                f"{SHARD_VERSION}. Read it with the exitwave that wrote it "
+                f"({self.attrs.get('exitwave_version', 'unknown')})."
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def n(self) -> int:
+        return int(self._file["uid"].shape[0])
+
+    @property
+    def fields(self) -> tuple[FieldSpec, ...]:
+        names = str(self._file["crc32c"].attrs["fields"]).split(",")
+        return tuple(
+            FieldSpec(
+                name=name,
+                dtype=self._file[name].dtype.str,
+                shape=tuple(self._file[name].shape[1:]),
+                axes=tuple(a for a in str(self._file[name].attrs["axes"]).split(",") if a),
+                unit=str(self._file[name].attrs["unit"]),
+                meaning=str(self._file[name].attrs["meaning"]),
+            )
+            for name in names
+            if name
+        )
+
+    @property
+    def uids(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self._file["uid"][:])
+
+    @property
+    def params(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self._file["params"][:])
+
+    @property
+    def crc32c(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self._file["crc32c"][:])
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        return tuple(_extents(self._file))
+
+    def read(self, field: str, row: int) -> np.ndarray[Any, Any]:
+        """One sample of one field, in the shape of the field."""
+        return np.asarray(self._file[field][row])
+
+    @property
+    def structures(self) -> tuple[StructureInfo, ...]:
+        return tuple(self.structure(int(i)).info for i in sorted(self._file["structures"], key=int))
+
+    @property
+    def params_crc32c(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self._file["params_crc32c"][:])
+
+    def structure(self, index: int) -> Structure:
+        """Structure `index` of this shard, as `/params` names it."""
+        group = self._file["structures"].get(str(index))
+        if group is None:
+            raise UsageError(
+                f"{self.path}: no structure {index}; there are {sorted(self._file['structures'], key=int)}"
+            )
+        attrs = dict(group.attrs)
+        wyckoff = str(attrs.pop("wyckoff"))
+        arrays = {name: np.asarray(group[name][:]) for name in ("numbers", "positions_A", "cell_A", "pbc")}
+        arrays["pbc"] = arrays["pbc"].astype(bool)
+        return Structure(info=StructureInfo.from_json(attrs), wyckoff=wyckoff, **arrays)
+
+
+def _extents(file: Any) -> Iterator[Extent]:
+    names = [name for name in str(file["crc32c"].attrs["fields"]).split(",") if name]
+    for name in (*names, *TABLES):
+        data = file[name]
+        offset = data.id.get_offset()
+        if data.chunks is not None or offset is None:
+            raise DamagedDataError(f"{file.filename}: /{name} is not contiguous, or was never allocated")
+        stride = data.dtype.itemsize * int(np.prod(data.shape[1:], dtype=np.int64))
+        yield Extent.from_json(
+            {
+                "field": name,
+                "dtype": dtype_to_json(data.dtype),
+                "shape": data.shape,
+                "offset": offset,
+                "stride": stride,
+            }
+        )
+
+
+def read_extents(path: Path) -> tuple[Extent, ...]:
+    """Where each field's bytes lie, as HDF5 tells after opening the file anew."""
+    with h5py.File(path, "r") as file:
+        return tuple(_extents(file))

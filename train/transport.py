@@ -1,0 +1,423 @@
+"""How ranks exchange tensors: one small Protocol, spoken by torch.distributed and by ranks inside one process.
+
+Everything above (the allreduce engine, spatial parallelism) talks to a `Transport` and never to torch.distributed. The
+Protocol asks little: start a collective and get a `Handle`; wait for the handle with a time limit; write small notes on
+a `Board` that the other ranks can read at any time, without taking part. The notes are how a rank tells "slow" from
+"dead", and names it.
+
+Rules that every implementation keeps (tests/contract/test_transports.py):
+
+1. Collectives of one transport are matched by their order. Two streams of collectives whose relative order may differ
+   between ranks (data and control) need two transports.
+2. A collective never blocks when started; `Handle.wait` is the only call that does, and it raises `TimeoutError` when
+   the limit passes while leaving the collective in flight: the caller may wait again.
+3. A collective that cannot succeed any more raises `TransportError` from `wait`, on every rank that is still alive.
+4. All ranks receive the same bytes.
+5. Tensors given to one collective must have the same shape and dtype on all ranks. Callers verify this first: gloo
+   aborts the process when the sizes differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from exitwave.ingest.errors import ExitwaveError, UsageError
+
+__all__ = [
+    "Board",
+    "Handle",
+    "LoopbackHub",
+    "LoopbackTransport",
+    "ReduceKind",
+    "TorchTransport",
+    "Transport",
+    "TransportError",
+]
+
+ReduceKind = Literal["sum", "product", "min", "max", "and", "or"]
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class TransportError(ExitwaveError):
+    """A collective that was started cannot end: a peer is gone, or ranks asked for different things."""
+
+
+class Handle(Protocol[T_co]):
+    """A collective in flight."""
+
+    def done(self) -> bool:
+        """True when `wait` would return, or raise its `TransportError`, at once."""
+
+    def wait(self, timeout_s: float) -> T_co:
+        """The result. Raises `TimeoutError` (still in flight, wait again) or `TransportError` (over)."""
+
+
+class Board(Protocol):
+    """Small texts under string keys, readable by all ranks at any time; the last write of a key stands."""
+
+    def post(self, key: str, text: str) -> None:
+        """Write one note. Raises `TransportError` when the board's host is gone."""
+
+    def read(self, keys: Sequence[str]) -> list[str | None]:
+        """The notes under `keys`, None for those never written. Never blocks for a missing one."""
+
+
+class Transport(Protocol):
+    """Collectives among `size` ranks, of which this is number `rank`."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the transport, 0..size-1."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+
+    @property
+    def board(self) -> Board:
+        """Notes shared by the ranks of this transport."""
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceKind = "sum") -> Handle[torch.Tensor]:
+        """Reduce `tensor` (contiguous, any shape) in place over all ranks; "and" and "or" are bitwise on int64."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
+        """Overwrite `tensor` (contiguous) with rank `root`'s."""
+
+    def gather(self, payload: bytes) -> Handle[list[bytes]]:
+        """Every rank's `payload` (any length), in rank order, on every rank.
+
+        Wait for it before starting anything else on this transport: it may take two collectives.
+        """
+
+
+# --------------------------------------------------------------------------------------------- torch.distributed
+
+
+_TORCH_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "and": dist.ReduceOp.BAND,
+    "or": dist.ReduceOp.BOR,
+}
+
+
+class _WorkHandle(Generic[T]):
+    """A torch.distributed Work, and how to read the result from it."""
+
+    def __init__(self, work: Any, result: Callable[[], T], *, blocking_wait: bool) -> None:
+        self._work = work
+        self._result = result
+        self._blocking_wait = blocking_wait  # gloo's wait has a time limit; NCCL's only joins CUDA streams
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout_s: float) -> T:
+        deadline = time.monotonic() + timeout_s
+        if self._blocking_wait:
+            try:
+                self._work.wait(datetime.timedelta(seconds=max(timeout_s, 1e-3)))
+            except RuntimeError as error:
+                if not self._work.is_completed():
+                    raise TimeoutError(f"still in flight after {timeout_s:.3g} s") from None
+                raise TransportError(f"the collective failed: {_first_line(error)}") from error
+        else:
+            while not self._work.is_completed():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"still in flight after {timeout_s:.3g} s")
+                time.sleep(5e-5)
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise TransportError(f"the collective failed: {_first_line(error)}") from error
+        return self._result()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+class _StoreBoard:
+    """Notes in a torch.distributed store (the TCPStore of the rendezvous), under a prefix, on a connection of its own."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+            store = store.clone()  # a blocking get elsewhere must not silence this rank's heartbeat
+        self._store = store
+        self._prefix = prefix
+        self._lock = threading.Lock()
+
+    def post(self, key: str, text: str) -> None:
+        try:
+            with self._lock:
+                self._store.set(f"{self._prefix}/{key}", text)
+        except RuntimeError as error:  # includes DistStoreError, DistNetworkError
+            raise TransportError(f"the rendezvous store does not answer: {_first_line(error)}") from error
+
+    def read(self, keys: Sequence[str]) -> list[str | None]:
+        try:
+            with self._lock:
+                return [self._read_one(f"{self._prefix}/{key}") for key in keys]
+        except RuntimeError as error:
+            raise TransportError(f"the rendezvous store does not answer: {_first_line(error)}") from error
+
+    def _read_one(self, key: str) -> str | None:
+        if not self._store.check([key]):
+            return None
+        raw: bytes = self._store.get(key)
+        return raw.decode()
+
+
+class TorchTransport:
+    """Collectives of torch.distributed on a process group of its own, a sibling of `process_group`.
+
+    A group of its own, because collectives are matched by order and the caller's group carries the caller's. Made
+    collectively: all ranks of `process_group`, and only they, construct it in the same order. `backend` None means
+    the backend of `process_group`; "gloo" serves control messages (NCCL has no bitwise operations).
+    """
+
+    def __init__(self, process_group: Any = None, *, backend: str | None = None, timeout_s: float, label: str) -> None:
+        if not dist.is_initialized():
+            raise UsageError("no process group: call torch.distributed.init_process_group first, or run on one rank")
+        parent = process_group if process_group is not None else dist.group.WORLD
+        ranks = dist.get_process_group_ranks(parent)
+        self._group = dist.new_group(
+            ranks,
+            backend=backend or dist.get_backend(parent),
+            timeout=datetime.timedelta(seconds=timeout_s),
+            use_local_synchronization=True,
+        )
+        self._global_ranks = ranks
+        self._blocking_wait = dist.get_backend(self._group) == "gloo"
+        name = c10d._get_process_group_name(self._group)
+        self._board = _StoreBoard(c10d._get_default_store(), f"exitwave/{label}/{name}")
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    @property
+    def size(self) -> int:
+        return len(self._global_ranks)
+
+    @property
+    def board(self) -> Board:
+        return self._board
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceKind = "sum") -> Handle[torch.Tensor]:
+        work = self._start(dist.all_reduce, tensor, op=_TORCH_OPS[op])
+        return _WorkHandle(work, lambda: tensor, blocking_wait=self._blocking_wait)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
+        work = self._start(dist.broadcast, tensor, src=self._global_ranks[root])
+        return _WorkHandle(work, lambda: tensor, blocking_wait=self._blocking_wait)
+
+    def gather(self, payload: bytes) -> Handle[list[bytes]]:
+        return _GatherHandle(payload, self.size, self._start_counted)
+
+    def _start_counted(self, output: torch.Tensor, own: torch.Tensor) -> _WorkHandle[torch.Tensor]:
+        work = self._start(dist.all_gather_into_tensor, output, own)
+        return _WorkHandle(work, lambda: output, blocking_wait=self._blocking_wait)
+
+    def _start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return collective(*args, group=self._group, async_op=True, **kwargs)
+        except RuntimeError as error:
+            raise TransportError(f"the collective could not start: {_first_line(error)}") from error
+
+
+class _GatherHandle:
+    """Two all-gathers: the lengths at once, then, within `wait`, the payloads padded to the longest."""
+
+    def __init__(
+        self, payload: bytes, size: int, start: Callable[[torch.Tensor, torch.Tensor], _WorkHandle[torch.Tensor]]
+    ) -> None:
+        self._payload = payload
+        self._size = size
+        self._start = start
+        self._lengths = start(torch.zeros(size, dtype=torch.int64), torch.tensor([len(payload)], dtype=torch.int64))
+        self._payloads: _WorkHandle[torch.Tensor] | None = None
+
+    def done(self) -> bool:
+        return self._payloads is not None and self._payloads.done()
+
+    def wait(self, timeout_s: float) -> list[bytes]:
+        lengths = [int(n) for n in self._lengths.wait(timeout_s)]
+        longest = max(*lengths, 1)
+        if self._payloads is None:
+            padded = torch.frombuffer(bytearray(self._payload.ljust(longest, b"\0")), dtype=torch.uint8)
+            self._payloads = self._start(torch.zeros(self._size * longest, dtype=torch.uint8), padded)
+        rows = self._payloads.wait(timeout_s).view(self._size, longest).numpy()  # (rank, byte)
+        return [rows[rank, :n].tobytes() for rank, n in enumerate(lengths)]
+
+
+# ------------------------------------------------------------------------------------------------------ loopback
+
+
+@dataclass
+class _Round:
+    """One collective of a loopback hub: what each rank brought, and the outcome once the last has come."""
+
+    brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    results: list[Any] | None = None
+    error: str | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+
+
+class LoopbackHub:
+    """All ranks of a transport inside this process: threads, or one thread that plays every rank in turn.
+
+    Nothing runs in the background: a collective completes inside the call of the last rank that joins it, so a
+    single-threaded test chooses every interleaving itself.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._lock = threading.Lock()
+        self._rounds: list[_Round] = []
+        self._next_round = [0] * size
+        self._lost: dict[int, str] = {}
+        self.notes: dict[str, str] = {}
+
+    def transport(self, rank: int) -> LoopbackTransport:
+        """Rank `rank`'s end."""
+        return LoopbackTransport(self, rank)
+
+    def lose(self, rank: int, why: str = "lost") -> None:
+        """Let a rank die: every collective that it has not joined, now or later, fails on all others."""
+        with self._lock:
+            self._lost[rank] = why
+            for number in range(self._next_round[rank], len(self._rounds)):
+                self._fail(self._rounds[number])
+
+    def join(self, rank: int, kind: str, value: Any) -> _Round:
+        """Take part in this rank's next collective."""
+        with self._lock:
+            number = self._next_round[rank]
+            self._next_round[rank] += 1
+            while len(self._rounds) <= number:
+                self._rounds.append(_Round())
+            this = self._rounds[number]
+            this.brought[rank] = (kind, value)
+            if any(self._next_round[lost] <= number for lost in self._lost):
+                self._fail(this)
+            elif len(this.brought) == self.size and not this.ready.is_set():
+                self._complete(this)
+            return this
+
+    def _fail(self, this: _Round) -> None:
+        if not this.ready.is_set():
+            this.error = "connection closed by rank " + ", ".join(f"{r} ({why})" for r, why in self._lost.items())
+            this.ready.set()
+
+    def _complete(self, this: _Round) -> None:
+        kinds = {kind for kind, _ in this.brought.values()}
+        values = [this.brought[rank][1] for rank in range(self.size)]
+        if len(kinds) > 1:
+            this.error = f"ranks started different collectives: {sorted(kinds)}"
+        else:
+            try:
+                this.results = _loopback_result(next(iter(kinds)), values)
+            except ValueError as error:
+                this.error = str(error)
+        this.ready.set()
+
+
+def _loopback_result(kind: str, values: list[Any]) -> list[Any]:
+    """What each rank receives. Tensors are written in place, in rank order, from one common result."""
+    name, _, detail = kind.partition(":")
+    if name == "gather":
+        return [list(values) for _ in values]
+    shapes = {(tuple(v.shape), v.dtype) for v in values}
+    if len(shapes) > 1:
+        raise ValueError(f"tensors differ between ranks: {sorted(map(str, shapes))}")
+    if name == "broadcast":
+        common = values[int(detail)].clone()
+    else:
+        common = values[0].clone()
+        for value in values[1:]:
+            common = _COMBINE[detail](common, value)
+    for value in values:
+        value.copy_(common)
+    return values
+
+
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+}
+
+
+class _RoundHandle(Generic[T]):
+    def __init__(self, this: _Round, rank: int) -> None:
+        self._round = this
+        self._rank = rank
+
+    def done(self) -> bool:
+        return self._round.ready.is_set()
+
+    def wait(self, timeout_s: float) -> T:
+        if not self._round.ready.wait(timeout_s):
+            raise TimeoutError(f"still in flight after {timeout_s:.3g} s")
+        if self._round.error is not None:
+            raise TransportError(f"the collective failed: {self._round.error}")
+        assert self._round.results is not None
+        result: T = self._round.results[self._rank]
+        return result
+
+
+class _HubBoard:
+    def __init__(self, notes: dict[str, str]) -> None:
+        self._notes = notes
+
+    def post(self, key: str, text: str) -> None:
+        self._notes[key] = text
+
+    def read(self, keys: Sequence[str]) -> list[str | None]:
+        return [self._notes.get(key) for key in keys]
+
+
+class LoopbackTransport:
+    """One rank's end of a `LoopbackHub`."""
+
+    def __init__(self, hub: LoopbackHub, rank: int) -> None:
+        self._hub = hub
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._hub.size
+
+    @property
+    def board(self) -> Board:
+        return _HubBoard(self._hub.notes)
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceKind = "sum") -> Handle[torch.Tensor]:
+        return _RoundHandle(self._hub.join(self._rank, f"allreduce:{op}", tensor), self._rank)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
+        return _RoundHandle(self._hub.join(self._rank, f"broadcast:{root}", tensor), self._rank)
+
+    def gather(self, payload: bytes) -> Handle[list[bytes]]:
+        return _RoundHandle(self._hub.join(self._rank, "gather", payload), self._rank)

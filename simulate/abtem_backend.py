@@ -1,0 +1,224 @@
+"""The reference simulator: abTEM, called eagerly. The only place that imports abTEM.
+
+abTEM's arrays have axes (x, y) and exitwave's have (y, x): coordinates are the same, arrays are transposed on their way
+out. One period of the crystal is sliced and laid one behind the other up to the exit plane, so that slice boundaries
+repeat with the crystal. Each sample is one multislice run per phonon configuration, in batches of probe positions.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .detector import overlap_matrix, resample
+from .label import lattice_points, project_label
+from .simulator import Sample
+from .tasks import SampleSpec, StructureSpec
+from .threads import single_threaded
+
+__all__ = ["AbtemSimulator", "batch_positions", "configure_abtem"]
+
+# abTEM's names of the aberration coefficients; angles are given to it in radians.
+_COEFFICIENTS = ("C12", "C21", "C23", "C30", "C32", "C34", "C50")
+_ANGLES = ("phi12", "phi21", "phi23", "phi32", "phi34")
+
+
+@cache
+def configure_abtem() -> Any:
+    """Import abTEM and set its process-wide configuration; once per process. Returns the module.
+
+    `FFTW_ESTIMATE` is what makes the same bits in every process: a measured plan depends on the moment.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import abtem
+    abtem.config.set(
+        {
+            "device": "cpu",
+            "fft": "fftw",
+            "precision": "float32",
+            "fftw.planning_effort": "FFTW_ESTIMATE",
+            "fftw.threads": 1,
+            "num-workers": 1,
+            "mkl.threads": 1,
+            "dask.lazy": False,
+            "diagnostics.progress_bar": False,
+        }
+    )
+    return abtem
+
+
+def batch_positions(grid_yx: tuple[int, int]) -> int:
+    """Probe positions propagated together: about 4 MiB of waves, 8 to 32."""
+    return max(8, min(32, 2**19 // (grid_yx[0] * grid_yx[1])))
+
+
+class AbtemSimulator:
+    """abTEM's multislice with its own probes and potentials."""
+
+    name = "abtem"
+
+    def __init__(self) -> None:
+        self._abtem = configure_abtem()
+        self.version = f"{self._abtem.__version__}"
+        self._period: tuple[Any, NDArray[np.float32]] | None = None
+
+    def simulate(self, specs: Sequence[SampleSpec]) -> Iterator[Sample]:
+        for spec in specs:
+            with single_threaded():
+                sample = self._simulate(spec)
+            yield sample
+
+    def _simulate(self, spec: SampleSpec) -> Sample:
+        static = self.static_slices(spec)
+        arrays: dict[str, np.ndarray] = {}
+        cbed, captured = self._diffraction(spec, static)
+        if "cbed" in spec.recipe.fields:
+            arrays["cbed"] = cbed
+        if "potential" in spec.recipe.fields:
+            arrays["potential"] = _label(spec, static)
+        return Sample(uid=spec.uid, params=spec.params(captured_fraction=captured), arrays=arrays)
+
+    # -- potential ---------------------------------------------------------------------------------------------------
+
+    def static_slices(self, spec: SampleSpec) -> NDArray[np.float32]:
+        """Slices of the undisplaced crystal up to the exit plane, (slices, x, y) in V Å."""
+        structure, grid = spec.structure, spec.recipe.grid
+        if grid.projection == "finite":  # the tails of an atom reach into neighbouring slices: no period stands alone
+            repeat_z = math.ceil(spec.exit_plane / structure.slices)
+            return self._build(spec, *structure.tiled(repeat_z))[: spec.exit_plane]
+        key = (structure.key, structure.zone_axis, structure.repeat_xy, structure.slices, grid)
+        if self._period is None or self._period[0] != key:
+            self._period = (key, self._build(spec, *structure.tiled(1)))
+        order = np.arange(spec.exit_plane) % structure.slices
+        return self._period[1][order]
+
+    def _displaced_slices(self, spec: SampleSpec, configuration: int) -> NDArray[np.float32]:
+        """Slices of one frozen-phonon configuration: each atom moved by independent Gaussians along x, y and z."""
+        repeat_z = math.ceil(spec.exit_plane / spec.structure.slices)
+        numbers, positions, lengths = spec.structure.tiled(repeat_z)
+        generator = np.random.Generator(np.random.Philox(key=np.array([spec.phonon_seed, configuration], np.uint64)))
+        moved = positions + spec.recipe.phonons.rms_A * generator.standard_normal(positions.shape)
+        return self._build(spec, numbers, np.mod(moved, lengths), lengths)[: spec.exit_plane]
+
+    def _build(self, spec: SampleSpec, numbers: Any, positions: Any, lengths: Any) -> NDArray[np.float32]:
+        from ase import Atoms
+
+        grid = spec.recipe.grid
+        thickness = spec.structure.slice_thickness_A
+        count = round(float(lengths[2]) / thickness)
+        rows, columns = spec.grid_yx
+        potential = self._abtem.Potential(
+            Atoms(numbers=numbers, positions=positions, cell=np.diag(lengths), pbc=True),
+            gpts=(columns, rows),
+            slice_thickness=(thickness,) * count,
+            parametrization=grid.parametrization,
+            projection=grid.projection,
+        )
+        slices = np.asarray(potential.build(lazy=False).array)
+        if slices.shape != (count, columns, rows) or slices.dtype != np.float32:
+            raise RuntimeError(
+                f"abTEM gave a potential of {slices.shape} {slices.dtype}, {(count, columns, rows)} float32 expected"
+            )
+        return slices
+
+    # -- waves -------------------------------------------------------------------------------------------------------
+
+    def _diffraction(self, spec: SampleSpec, static: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
+        """Patterns on the detector (Ry, Rx, Qy, Qx) and the mean part of the beam that the detector catches."""
+        count = spec.recipe.phonons.count
+        total = np.zeros((*spec.recipe.scan.shape, *spec.recipe.detector.shape))
+        for configuration in range(max(1, count)):
+            slices = self._displaced_slices(spec, configuration) if count else static
+            total += self._patterns(spec, slices)
+        total /= max(1, count)
+        return total.astype(np.float32), float(total.sum(axis=(-2, -1)).mean())
+
+    def _patterns(self, spec: SampleSpec, slices: NDArray[np.float32]) -> NDArray[np.float64]:
+        recipe, structure = spec.recipe, spec.structure
+        grid, extent, q = spec.grid_yx, structure.extent_yx_A, spec.q_sampling_yx_per_A
+        shape = recipe.detector.shape
+        rows, columns = (overlap_matrix(grid[a], extent[a], shape[a], q[a]) for a in (0, 1))
+        points = lattice_points(
+            recipe.scan.shape, recipe.scan.step_A, spec.scan_origin_yx_A, spec.values["scan_rotation_deg"]
+        ).reshape(-1, 2)
+        points = np.mod(points, np.asarray(extent))
+        incident = self._incident_norm(spec)
+        step = batch_positions(grid)
+        out = np.empty((len(points), *shape))
+        for start in range(0, len(points), step):
+            intensity = self.exit_intensity(spec, slices, points[start : start + step])
+            out[start : start + step] = resample(intensity, rows, columns) / incident
+        return out.reshape(*recipe.scan.shape, *shape)
+
+    def exit_intensity(
+        self, spec: SampleSpec, slices: NDArray[np.float32], points_yx: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Diffraction intensity on the whole grid, (positions, Ny, Nx), zero frequency first; not normalised."""
+        waves = self._probe(spec).multislice(
+            self._potential_array(spec.structure, slices), scan=self._scan(points_yx), lazy=False
+        )
+        return _intensity(waves.array)
+
+    def _potential_array(self, structure: StructureSpec, slices: NDArray[np.float32]) -> Any:
+        y, x = structure.extent_yx_A
+        return self._abtem.PotentialArray(
+            slices, slice_thickness=(structure.slice_thickness_A,) * len(slices), extent=(x, y)
+        )
+
+    def _scan(self, points_yx: NDArray[np.float64]) -> Any:
+        return self._abtem.CustomScan(points_yx[:, ::-1])
+
+    def _incident_norm(self, spec: SampleSpec) -> float:
+        """Total intensity of the probe before the specimen: what patterns are fractions of."""
+        waves = self._probe(spec).build(self._scan(np.zeros((1, 2))), lazy=False)
+        return float(_intensity(waves.array).sum())
+
+    def _probe(self, spec: SampleSpec) -> Any:
+        values = spec.values
+        aberrations = {name: values[f"{name}_A"] for name in _COEFFICIENTS}
+        aberrations |= {name: math.radians(values[f"{name}_deg"]) for name in _ANGLES}
+        aberrations["C10"] = -values["defocus_A"]
+        y, x = spec.structure.extent_yx_A
+        return self._abtem.Probe(
+            energy=values["energy_keV"] * 1e3,
+            semiangle_cutoff=values["semiangle_mrad"],
+            soft=True,
+            aberrations=aberrations,
+            tilt=(values["tilt_x_mrad"], values["tilt_y_mrad"]),
+            extent=(x, y),
+            gpts=spec.grid_yx[::-1],
+        )
+
+
+def _intensity(waves: Any) -> NDArray[np.float64]:
+    """abTEM's waves (positions, x, y) -> intensity of their transform, (positions, y, x)."""
+    import scipy.fft
+
+    if waves.dtype != np.complex64:
+        raise RuntimeError(f"abTEM gave waves of {waves.dtype}, complex64 expected: its configuration was changed")
+    transformed = scipy.fft.fft2(np.asarray(waves), axes=(-2, -1), workers=1)
+    intensity = transformed.real.astype(np.float64) ** 2 + transformed.imag.astype(np.float64) ** 2
+    return np.swapaxes(intensity, -1, -2)
+
+
+def _label(spec: SampleSpec, slices: NDArray[np.float32]) -> NDArray[np.float32]:
+    projected = slices.sum(axis=0, dtype=np.float64).T  # (x, y) -> (y, x)
+    recipe = spec.recipe
+    label = project_label(
+        projected,
+        spec.structure.extent_yx_A,
+        shape=recipe.label.shape,
+        sampling_A=recipe.label_sampling_A,
+        origin_yx_A=spec.scan_origin_yx_A,
+        rotation_deg=spec.values["scan_rotation_deg"],
+        blur_A=recipe.label.blur_A,
+        bandlimit_per_A=spec.label_bandlimit_per_A,
+    )
+    return label.astype(np.float32)

@@ -1,0 +1,55 @@
+"""The seam between a campaign and the physics: anything that turns sample specifications into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from exitwave.ingest.errors import UsageError
+
+from .tasks import SampleSpec
+
+__all__ = ["Sample", "Simulator", "get_simulator", "simulate_sample", "simulator_names"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What a simulation makes: a row of `/params` and one array per field of the recipe."""
+
+    uid: int
+    params: np.void
+    arrays: dict[str, np.ndarray]
+
+
+class Simulator(Protocol):
+    """`name` and `version` go into shards and manifest. `simulate` yields one sample per specification, in order."""
+
+    name: str
+    version: str
+
+    def simulate(self, specs: Sequence[SampleSpec]) -> Iterator[Sample]: ...
+
+
+def simulator_names() -> tuple[str, ...]:
+    return ("abtem", "weak-phase")
+
+
+def get_simulator(name: str = "auto") -> Simulator:
+    """A simulator by name; `auto` is the reference, abTEM. Raises UsageError naming those that exist."""
+    if name in ("auto", "abtem"):
+        from .abtem_backend import AbtemSimulator
+
+        return AbtemSimulator()
+    if name == "weak-phase":
+        from .weak_phase import WeakPhaseSimulator
+
+        return WeakPhaseSimulator()
+    raise UsageError(f"simulator {name!r} does not exist; there are auto, {', '.join(simulator_names())}")
+
+
+def simulate_sample(spec: SampleSpec, *, simulator: str = "auto") -> Sample:
+    """One sample, in this process, without a cluster."""
+    return next(iter(get_simulator(simulator).simulate([spec])))

@@ -1,0 +1,299 @@
+"""What a person asks for: a campaign of simulated experiments, as frozen and checked records.
+
+A campaign is a list of structures, and one *recipe* by which samples are drawn from any of them. The recipe travels
+with every task to the workers; the list of structures does not. Every physical field carries its unit in its name, and
+each value is checked against the range in which it makes sense, with a hint at the usual slip of units.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from .distributions import Distribution, bounds, parse
+
+__all__ = [
+    "BuilderCall",
+    "CampaignSpec",
+    "CellSpec",
+    "DetectorSpec",
+    "GridSpec",
+    "LabelSpec",
+    "PhononSpec",
+    "Recipe",
+    "SamplingSpec",
+    "ScanSpec",
+    "SplitSpec",
+    "StructureSource",
+]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BuilderCall(_Frozen):
+    """A call of one of ASE's builders: `name` is a function of `ase.build` (bulk, nanotube, …)."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class StructureSource(_Frozen):
+    """One entry of `structures`: exactly one of library, cif, prototype, ase_db, builder."""
+
+    library: tuple[str, ...] | None = None
+    cif: str | tuple[str, ...] | None = None
+    prototype: str | None = None
+    elements: tuple[str, ...] = ()
+    a_A: float | None = Field(default=None, gt=0.5, lt=100)
+    c_A: float | None = Field(default=None, gt=0.5, lt=100)
+    ase_db: str | None = None
+    select: str = ""
+    builder: BuilderCall | None = None
+    zone_axes: tuple[tuple[int, int, int], ...] = Field(default=((0, 0, 1),), min_length=1)
+    split: Literal["train", "val", "test"] | None = None
+
+    @field_validator("library", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("zone_axes")
+    @classmethod
+    def _no_null_axis(cls, value: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+        if any(axis == (0, 0, 0) for axis in value):
+            raise ValueError("zone axis [0, 0, 0] has no direction; three integers, not all zero, expected")
+        return value
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> StructureSource:
+        given = [k for k in ("library", "cif", "prototype", "ase_db", "builder") if getattr(self, k) is not None]
+        if len(given) != 1:
+            came = ", ".join(given) or "none"
+            raise ValueError(f"exactly one of library, cif, prototype, ase_db, builder expected, came {came}")
+        if self.prototype is not None and (self.a_A is None or not self.elements):
+            raise ValueError("a prototype needs `elements` and `a_A` (the lattice parameter in Å)")
+        if self.prototype is None and (self.a_A is not None or self.c_A is not None or self.elements):
+            raise ValueError("elements, a_A and c_A belong to a `prototype`")
+        if self.select and self.ase_db is None:
+            raise ValueError("`select` belongs to an `ase_db`")
+        return self
+
+
+class SplitSpec(_Frozen):
+    """How structures are divided: an integer counts units (of one composition, prototype or structure), a fraction
+    takes that part of them."""
+
+    by: Literal["composition", "prototype", "structure"] = "composition"
+    val: int | float = 0
+    test: int | float = 0
+
+    @field_validator("val", "test")
+    @classmethod
+    def _part(cls, value: int | float) -> int | float:
+        if value < 0 or (isinstance(value, float) and value >= 1):
+            raise ValueError(f"a number of units (integer >= 0) or a fraction (0 <= f < 1) expected, came {value}")
+        return value
+
+
+class CellSpec(_Frozen):
+    """The periodic supercell: tiled to at least `min_extent_A` along x and y."""
+
+    min_extent_A: float = Field(default=20.0, gt=0, le=2000)
+    max_atoms: int = Field(default=20000, ge=1)
+    max_strain: float = Field(default=0.01, ge=0, le=0.2)
+
+
+# Least and largest value, unit, and what a value outside usually means.
+_RANGES: dict[str, tuple[float, float, str, str]] = {
+    "energy_keV": (1, 1000, "keV", "given in eV?"),
+    "semiangle_mrad": (0.1, 150, "mrad", "given in rad or degrees?"),
+    "defocus_A": (-1e5, 1e5, "Å", "given in pm?"),
+    "C12_A": (0, 1e5, "Å", "given in pm?"),
+    "C21_A": (0, 1e6, "Å", "given in pm?"),
+    "C23_A": (0, 1e6, "Å", "given in pm?"),
+    "C30_A": (-1e8, 1e8, "Å", "1 mm is 1e7 Å"),
+    "C32_A": (0, 1e8, "Å", "1 mm is 1e7 Å"),
+    "C34_A": (0, 1e8, "Å", "1 mm is 1e7 Å"),
+    "C50_A": (-1e10, 1e10, "Å", "1 mm is 1e7 Å"),
+    "tilt_x_mrad": (-100, 100, "mrad", "given in degrees?"),
+    "tilt_y_mrad": (-100, 100, "mrad", "given in degrees?"),
+    "thickness_A": (0.1, 1e5, "Å", "given in nm?"),
+    "scan_rotation_deg": (-360, 360, "degrees", "given in mrad?"),
+    "phi12_deg": (-360, 360, "degrees", ""),
+    "phi21_deg": (-360, 360, "degrees", ""),
+    "phi23_deg": (-360, 360, "degrees", ""),
+    "phi32_deg": (-360, 360, "degrees", ""),
+    "phi34_deg": (-360, 360, "degrees", ""),
+}
+
+
+class SamplingSpec(_Frozen):
+    """The physical parameters of a sample, each a constant or a distribution.
+
+    Aberrations follow abTEM's polar expansion; `defocus_A = -C10`, positive when the crossover lies downstream.
+    `scan_origin` is `random` (anywhere in the cell, evenly) or [y, x] in Å.
+    """
+
+    energy_keV: Distribution = 200.0
+    semiangle_mrad: Distribution = 15.0
+    defocus_A: Distribution = 0.0
+    C12_A: Distribution = 0.0
+    phi12_deg: Distribution = 0.0
+    C21_A: Distribution = 0.0
+    phi21_deg: Distribution = 0.0
+    C23_A: Distribution = 0.0
+    phi23_deg: Distribution = 0.0
+    C30_A: Distribution = 0.0
+    C32_A: Distribution = 0.0
+    phi32_deg: Distribution = 0.0
+    C34_A: Distribution = 0.0
+    phi34_deg: Distribution = 0.0
+    C50_A: Distribution = 0.0
+    tilt_x_mrad: Distribution = 0.0
+    tilt_y_mrad: Distribution = 0.0
+    thickness_A: Distribution = 50.0
+    scan_rotation_deg: Distribution = 0.0
+    scan_origin: Literal["random"] | tuple[float, float] = "random"
+
+    @field_validator(*_RANGES, mode="before")
+    @classmethod
+    def _parsed(cls, value: Any) -> Any:
+        return parse(value)
+
+    @field_validator(*_RANGES)
+    @classmethod
+    def _in_range(cls, value: Distribution, info: Any) -> Distribution:
+        low, high, unit, hint = _RANGES[info.field_name]
+        for edge in bounds(value):
+            if not low <= edge <= high:
+                ask = f"; {hint}" if hint else ""
+                raise ValueError(f"{edge:g}: expected {low:g}..{high:g} {unit}{ask}")
+        return value
+
+    def drawn(self) -> dict[str, Distribution]:
+        """Parameter name -> distribution, without `scan_origin`."""
+        return {name: getattr(self, name) for name in _RANGES}
+
+
+class ScanSpec(_Frozen):
+    """Probe positions: `shape` is (rows, columns) = (Ry, Rx), `step_A` the distance between neighbours."""
+
+    shape: tuple[int, int] = (8, 8)
+    step_A: float = Field(default=0.6, gt=0, le=100)
+
+    @field_validator("shape")
+    @classmethod
+    def _positive(cls, value: tuple[int, int]) -> tuple[int, int]:
+        return _positive_shape(value)
+
+
+class GridSpec(_Frozen):
+    """The grid of the wave function and the slices of the potential."""
+
+    potential_sampling_A: float = Field(default=0.2, gt=0.005, le=1)
+    max_gpts: int = Field(default=1024, ge=16, le=8192)
+    slice_thickness_A: float = Field(default=2.0, gt=0.1, le=20)
+    projection: Literal["infinite", "finite"] = "infinite"
+    parametrization: Literal["lobato", "kirkland"] = "lobato"
+
+
+class DetectorSpec(_Frozen):
+    """A detector of fixed shape. Its pixels are squares of `2 * max / shape` with zero frequency at [Qy//2, Qx//2]."""
+
+    shape: tuple[int, int] = (32, 32)
+    max_angle_mrad: float | None = Field(default=None, gt=0, le=1000)
+    max_q_per_A: float | None = Field(default=None, gt=0, le=50)
+
+    @field_validator("shape")
+    @classmethod
+    def _positive(cls, value: tuple[int, int]) -> tuple[int, int]:
+        return _positive_shape(value)
+
+    @model_validator(mode="after")
+    def _one_extent(self) -> DetectorSpec:
+        if (self.max_angle_mrad is None) == (self.max_q_per_A is None):
+            raise ValueError("exactly one of max_angle_mrad and max_q_per_A expected")
+        return self
+
+    def max_q(self, wavelength_A: float) -> float:
+        """Half the detector's width in 1/Å."""
+        if self.max_q_per_A is not None:
+            return self.max_q_per_A
+        assert self.max_angle_mrad is not None
+        return self.max_angle_mrad * 1e-3 / wavelength_A
+
+
+class PhononSpec(_Frozen):
+    """Frozen phonons: `count` displaced configurations (0: static atoms), `rms_A` along each axis."""
+
+    count: int = Field(default=0, ge=0, le=1000)
+    rms_A: float = Field(default=0.08, ge=0, le=1)
+
+
+class LabelSpec(_Frozen):
+    """The projected potential over exactly the scanned field. `blur_A` is the standard deviation of its Gaussian."""
+
+    shape: tuple[int, int] = (32, 32)
+    blur_A: float = Field(default=0.3, ge=0, le=10)
+
+    @field_validator("shape")
+    @classmethod
+    def _positive(cls, value: tuple[int, int]) -> tuple[int, int]:
+        return _positive_shape(value)
+
+
+def _positive_shape(value: tuple[int, int]) -> tuple[int, int]:
+    if min(value) < 1 or max(value) > 4096:
+        raise ValueError(f"two numbers in 1..4096 expected, came {list(value)}")
+    return value
+
+
+class Recipe(_Frozen):
+    """How samples are drawn from any structure: all of a campaign but its structures, sizes and splits."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    cell: CellSpec = CellSpec()
+    sampling: SamplingSpec = SamplingSpec()
+    scan: ScanSpec = ScanSpec()
+    grid: GridSpec = GridSpec()
+    detector: DetectorSpec = DetectorSpec(max_angle_mrad=45.0)
+    phonons: PhononSpec = PhononSpec()
+    label: LabelSpec = LabelSpec()
+    fields: tuple[Literal["cbed", "potential"], ...] = Field(default=("cbed", "potential"), min_length=1)
+
+    @model_validator(mode="after")
+    def _square_label_pixels(self) -> Recipe:
+        rows, columns = (n * self.scan.step_A / m for n, m in zip(self.scan.shape, self.label.shape, strict=True))
+        if not math.isclose(rows, columns, rel_tol=1e-9):
+            raise ValueError(
+                f"label.shape {list(self.label.shape)} over scan.shape {list(self.scan.shape)} makes pixels of "
+                f"{rows:g} x {columns:g} Å; the two shapes must be in one proportion"
+            )
+        if len(set(self.fields)) != len(self.fields):
+            raise ValueError(f"fields: each name once expected, came {list(self.fields)}")
+        return self
+
+    @property
+    def label_sampling_A(self) -> float:
+        """Width of a label's pixel: the scanned field over the label's shape."""
+        return self.scan.shape[0] * self.scan.step_A / self.label.shape[0]
+
+
+class CampaignSpec(Recipe):
+    """A whole campaign: a recipe, the structures it is applied to, how many samples of each, and the splits."""
+
+    name: str = Field(min_length=1, max_length=200)
+    structures: tuple[StructureSource, ...] = Field(min_length=1)
+    split: SplitSpec = SplitSpec()
+    samples_per_structure: int = Field(default=16, ge=1)
+    samples_per_shard: int = Field(default=16, ge=1, le=100_000)
+    simulator: Literal["auto", "abtem", "weak-phase"] = "auto"
+
+    def recipe(self) -> Recipe:
+        """The part of the campaign that travels to the workers."""
+        return Recipe(**{name: getattr(self, name) for name in Recipe.model_fields})

@@ -1,0 +1,194 @@
+"""A crystal seen along a zone axis, as an orthogonal cell that repeats.
+
+Multislice needs a periodic cell with its c axis along the beam and a and b across it. Such a cell is looked for among
+the vectors of the crystal's own lattice:
+
+1. w, the shortest lattice vector along the zone axis [uvw]; it becomes the z axis.
+2. p and q, two lattice vectors across w and across each other. Where the crystal has no such pair exactly, the pair is
+   taken that needs the least deformation, and that deformation is reported as a strain: it is never applied unseen.
+3. the cell (p, q, w) is turned onto (x, y, z), right-handed, and atoms are moved along z by a constant so that the
+   boundaries between slices fall into the widest gaps between atomic planes: no atom sits on a boundary, where
+   rounding would decide on its slice.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from ..physics import slices_per_period
+
+__all__ = ["OrientationError", "OrientedCell", "orient"]
+
+_SEARCH_LENGTH_A = 40.0
+_MAX_AREA_A2 = 3000.0
+
+
+class OrientationError(ValueError):
+    """No orthogonal cell within the allowed strain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrientedCell:
+    """One orthogonal period: lengths along (x, y, z) in Å, atoms with 0 <= position < length (columns x, y, z)."""
+
+    numbers: tuple[int, ...]
+    positions_A: tuple[tuple[float, float, float], ...]
+    lengths_A: tuple[float, float, float]
+    inplane_axis: tuple[int, int, int]
+    strain: float
+    slices: int
+
+
+def orient(atoms: Any, zone_axis: tuple[int, int, int], *, max_strain: float, slice_thickness_A: float) -> OrientedCell:
+    """The orthogonal cell of `atoms` along `zone_axis` (direct-lattice indices of the given cell).
+
+    Raises OrientationError naming the least strain found.
+    """
+    primitive = _primitive(atoms)
+    lattice = np.asarray(primitive.cell.array)  # rows a, b, c
+    w = _along(lattice, np.asarray(zone_axis) @ atoms.cell.array)
+    matrix, strain = _across(lattice, w, max_strain)
+    return _assemble(primitive, matrix, strain, np.asarray(atoms.cell.array), slice_thickness_A)
+
+
+def _primitive(atoms: Any) -> Any:
+    """The primitive cell in the same orientation: its lattice holds every translation of the crystal."""
+    import spglib
+    from ase import Atoms
+
+    cell = (atoms.cell.array, atoms.get_scaled_positions(), atoms.numbers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = spglib.standardize_cell(cell, to_primitive=True, no_idealize=True, symprec=1e-3)
+        except Exception:
+            found = None
+    if found is None or len(atoms) % len(found[2]):
+        return atoms
+    # Only accepted where the given cell is a supercell of it: the zone axis then means the same direction.
+    ratio = atoms.cell.array @ np.linalg.inv(found[0])
+    if np.abs(ratio - np.rint(ratio)).max() > 1e-3:
+        return atoms
+    return Atoms(numbers=found[2], scaled_positions=found[1], cell=found[0], pbc=True)
+
+
+def _along(lattice: np.ndarray, direction: np.ndarray) -> np.ndarray:
+    """Integer coordinates of the shortest lattice vector along a direction that is itself a lattice vector."""
+    coordinates = np.rint(direction @ np.linalg.inv(lattice)).astype(int)
+    return coordinates // gcd(*(int(c) for c in coordinates))
+
+
+def _across(lattice: np.ndarray, w: np.ndarray, max_strain: float) -> tuple[np.ndarray, float]:
+    """Rows p, q, w (integer coordinates, right-handed) of the best orthogonal cell, and its strain.
+
+    Of all exact cells the smallest; failing that, of all cells within `max_strain` the smallest.
+    """
+    axis = w @ lattice
+    axis = axis / np.linalg.norm(axis)
+    candidates = _near_perpendicular(lattice, axis, max(3.0 * max_strain, 1e-6))
+    if len(candidates) < 2:
+        raise OrientationError("no lattice vectors across the zone axis within 40 Å")
+    vectors = candidates @ lattice
+    lengths = np.linalg.norm(vectors, axis=1)
+    cosines = np.abs(vectors @ vectors.T) / np.outer(lengths, lengths)
+    areas = np.outer(lengths, lengths)
+    first, second = np.nonzero((cosines <= max(3.0 * max_strain, 1e-6)) & (areas <= _MAX_AREA_A2))
+    forward = first < second
+    first, second = first[forward], second[forward]
+    order = np.lexsort((second, first, np.round(areas[first, second], 6)))
+    best: tuple[np.ndarray, float] | None = None
+    least = np.inf
+    for k in order[:4000]:
+        matrix = _right_handed(np.array([candidates[first[k]], candidates[second[k]], w]), lattice)
+        strain = _strain(matrix @ lattice)
+        least = min(least, strain)
+        if strain <= 1e-6:
+            return matrix, 0.0
+        if best is None and strain <= max_strain:
+            best = (matrix, strain)
+    if best is None:
+        found = f"the least strain found is {100 * least:.2f} %" if np.isfinite(least) else "none was found"
+        raise OrientationError(f"no orthogonal cell within a strain of {100 * max_strain:g} %: {found}")
+    return best
+
+
+def _near_perpendicular(lattice: np.ndarray, axis: np.ndarray, tolerance: float) -> np.ndarray:
+    """Integer coordinates of lattice vectors across `axis`, shortest first, one of each pair ±v. Shape (m, 3)."""
+    reach = np.ceil(_SEARCH_LENGTH_A * np.linalg.norm(np.linalg.inv(lattice), axis=0)).astype(int)
+    reach = np.minimum(reach, 40)
+    grids = np.meshgrid(*(np.arange(-r, r + 1) for r in reach), indexing="ij")
+    coordinates = np.stack([g.ravel() for g in grids], axis=1)
+    vectors = coordinates @ lattice
+    lengths = np.linalg.norm(vectors, axis=1)
+    keep = (lengths > 1e-9) & (lengths <= _SEARCH_LENGTH_A)
+    keep &= np.abs(vectors @ axis) <= tolerance * np.maximum(lengths, 1e-9)
+    coordinates, vectors, lengths = coordinates[keep], vectors[keep], lengths[keep]
+    # Of v and -v keep the one whose first non-zero coordinate is positive.
+    lead = np.where(coordinates[:, 0] != 0, coordinates[:, 0], coordinates[:, 1])
+    lead = np.where(lead != 0, lead, coordinates[:, 2])
+    coordinates, lengths = coordinates[lead > 0], lengths[lead > 0]
+    order = np.lexsort((coordinates[:, 2], coordinates[:, 1], coordinates[:, 0], np.round(lengths, 6)))
+    # A multiple of a shorter vector never makes a smaller cell than that vector.
+    primitive = np.gcd.reduce(np.abs(coordinates), axis=1) == 1
+    return coordinates[order][primitive[order]][:400]
+
+
+def _right_handed(matrix: np.ndarray, lattice: np.ndarray) -> np.ndarray:
+    if np.linalg.det(matrix @ lattice) < 0:
+        matrix = matrix * np.array([[1], [-1], [1]])
+    return matrix
+
+
+def _target(cell: np.ndarray) -> np.ndarray:
+    """The orthogonal cell with the same lengths: diag(|p|, |q|, |w|)."""
+    return np.diag(np.linalg.norm(cell, axis=1))
+
+
+def _strain(cell: np.ndarray) -> float:
+    """Largest stretch or squeeze of the map from `cell` to its orthogonal target (singular values of it, minus 1)."""
+    stretches = np.linalg.svd(np.linalg.inv(cell) @ _target(cell), compute_uv=False)
+    return float(np.abs(stretches - 1.0).max())
+
+
+def _assemble(
+    primitive: Any, matrix: np.ndarray, strain: float, given_cell: np.ndarray, slice_thickness_A: float
+) -> OrientedCell:
+    from ase.build import make_supercell
+
+    supercell = make_supercell(primitive, matrix)
+    wanted = len(primitive) * abs(round(float(np.linalg.det(matrix))))
+    if len(supercell) != wanted:
+        raise OrientationError(f"{wanted} atoms expected in the orthogonal cell, {len(supercell)} came")
+    lengths = np.linalg.norm(supercell.cell.array, axis=1)
+    fractional = supercell.get_scaled_positions(wrap=True)
+    positions = fractional * lengths
+    slices = slices_per_period(float(lengths[2]), slice_thickness_A)
+    positions[:, 2] -= _boundary(positions[:, 2], float(lengths[2]) / slices)
+    positions = np.round(np.mod(positions, lengths), 8)
+    positions = np.where(positions >= lengths - 1e-6, 0.0, positions)
+    order = np.lexsort((np.round(positions[:, 0], 4), np.round(positions[:, 1], 4), np.round(positions[:, 2], 4)))
+    inplane = np.rint((matrix[0] @ primitive.cell.array) @ np.linalg.inv(given_cell) * 12).astype(int)
+    inplane = inplane // max(1, gcd(*(int(c) for c in inplane)))
+    x, y, z = (float(length) for length in lengths)
+    return OrientedCell(
+        numbers=tuple(int(n) for n in supercell.numbers[order]),
+        positions_A=tuple((float(p[0]), float(p[1]), float(p[2])) for p in positions[order]),
+        lengths_A=(x, y, z),
+        inplane_axis=(int(inplane[0]), int(inplane[1]), int(inplane[2])),
+        strain=strain,
+        slices=slices,
+    )
+
+
+def _boundary(z: np.ndarray, slice_thickness_A: float) -> float:
+    """The height in [0, slice) in the middle of the widest gap that atoms leave, modulo one slice."""
+    heights = np.unique(np.round(np.mod(z, slice_thickness_A), 5))
+    heights = heights[heights < slice_thickness_A - 1e-5] if len(heights) > 1 else heights
+    gaps = np.diff(np.append(heights, heights[0] + slice_thickness_A))
+    widest = int(np.argmax(np.round(gaps, 4)))
+    return float(np.mod(heights[widest] + gaps[widest] / 2.0, slice_thickness_A))

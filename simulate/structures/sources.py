@@ -1,0 +1,194 @@
+"""Where crystals come from: shipped CIFs, files and folders of CIFs, ASE databases, ASE builders, prototypes.
+
+Reading decides nothing about whether a crystal is fit to be simulated: that is `preflight`'s part. What can be read
+becomes a `Crystal`, what cannot becomes a `Rejected` row with the reason; a source that does not exist at all is the
+person's slip and raises UsageError.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import UsageError
+
+from ..spec import StructureSource
+from .prototypes import build_prototype
+
+__all__ = ["Crystal", "Rejected", "library_names", "read_sources"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crystal:
+    """A crystal as its source gives it. `key` is the sha256 (hex) of the source's content, independent of its place.
+
+    `cif_text` is the file's text where the source is a CIF, for the checks that ASE's reader leaves out.
+    """
+
+    atoms: Any
+    source: str
+    licence: str
+    key: str
+    cif_text: str | None
+    zone_axes: tuple[tuple[int, int, int], ...]
+    split: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A structure that will not be simulated, and why."""
+
+    source: str
+    why: str
+
+
+def library_names() -> tuple[str, ...]:
+    """Names of the CIFs that exitwave ships."""
+    folder = resources.files("exitwave.simulate.structures") / "library"
+    return tuple(sorted(item.name[:-4] for item in folder.iterdir() if item.name.endswith(".cif")))
+
+
+def read_sources(sources: tuple[StructureSource, ...], *, base_dir: Path) -> Iterator[Crystal | Rejected]:
+    """Every crystal of a campaign, in the order of the YAML; relative paths start at `base_dir`.
+
+    Raises UsageError, beginning with the position `structures[i].key`, for a source that does not exist.
+    """
+    for number, source in enumerate(sources):
+        where = f"structures[{number}]"
+        try:
+            yield from _read_source(source, base_dir, where)
+        except UsageError as error:
+            text = str(error)
+            raise UsageError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def _read_source(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
+    if source.library is not None:
+        yield from _read_library(source, where)
+    elif source.cif is not None:
+        yield from _read_cif_patterns(source, base_dir, where)
+    elif source.prototype is not None:
+        assert source.a_A is not None
+        atoms = build_prototype(source.prototype, source.elements, source.a_A, source.c_A)
+        sizes = f"a={source.a_A:g}" + (f", c={source.c_A:g}" if source.c_A is not None else "")
+        label = f"prototype:{source.prototype}({','.join(source.elements)}; {sizes} Å)"
+        yield _computed(source, atoms, label)
+    elif source.ase_db is not None:
+        yield from _read_database(source, base_dir, where)
+    elif source.builder is not None:
+        yield _computed(source, _call_builder(source, where), f"builder:{_canonical(source.builder.model_dump())}")
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _crystal(source: StructureSource, atoms: Any, label: str, licence: str, key: str, text: str | None) -> Crystal:
+    return Crystal(
+        atoms=atoms,
+        source=label,
+        licence=licence,
+        key=key,
+        cif_text=text,
+        zone_axes=source.zone_axes,
+        split=source.split,
+    )
+
+
+def _computed(source: StructureSource, atoms: Any, label: str) -> Crystal:
+    """A crystal that is computed, not read: its key is the request that makes it."""
+    return _crystal(source, atoms, label, "computed", hashlib.sha256(label.encode()).hexdigest(), None)
+
+
+def _read_library(source: StructureSource, where: str) -> Iterator[Crystal | Rejected]:
+    folder = resources.files("exitwave.simulate.structures") / "library"
+    for name in source.library or ():
+        file = folder / f"{name}.cif"
+        if not file.is_file():
+            raise UsageError(f"{where}.library: {name!r} is not shipped; there are {', '.join(library_names())}")
+        licence = "COD, public domain; cite the publication in SOURCES.md"
+        yield _parse_cif(source, file.read_bytes(), f"library:{name}.cif", licence)
+
+
+def _read_cif_patterns(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
+    patterns = (source.cif,) if isinstance(source.cif, str) else source.cif or ()
+    for pattern in patterns:
+        path = base_dir / Path(pattern).expanduser()
+        if path.is_dir():
+            files = sorted(path.rglob("*.cif"))
+            missing = f"the folder {path} holds no .cif file"
+        elif any(mark in pattern for mark in "*?["):
+            files = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
+            missing = f"no file matches {path}"
+        else:
+            files = [path] if path.is_file() else []
+            missing = f"{path} does not exist"
+        if not files:
+            raise UsageError(f"{where}.cif: {missing}")
+        for file in files:
+            try:
+                data = file.read_bytes()
+            except OSError as error:
+                yield Rejected(source=file.name, why=f"cannot be read: {error.strerror}")
+                continue
+            yield _parse_cif(source, data, f"cif:{file.name}", "as stated in the file")
+
+
+def _parse_cif(source: StructureSource, data: bytes, label: str, licence: str) -> Crystal | Rejected:
+    from io import StringIO
+
+    from ase.io import read
+
+    text = data.decode("utf-8", errors="replace")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            atoms = read(StringIO(text), format="cif")
+    except Exception as error:  # ASE's reader raises anything from KeyError to AssertionError on odd files
+        return Rejected(source=label, why=f"ASE cannot read it as CIF: {type(error).__name__}: {error}")
+    return _crystal(source, atoms, label, licence, hashlib.sha256(data).hexdigest(), text)
+
+
+def _read_database(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
+    from ase.db import connect
+
+    path = base_dir / Path(source.ase_db or "").expanduser()
+    if not path.is_file():
+        raise UsageError(f"{where}.ase_db: {path} does not exist")
+    try:
+        rows = list(connect(str(path)).select(source.select or None, sort="id"))
+    except Exception as error:
+        raise UsageError(f"{where}.ase_db: {path}: {type(error).__name__}: {error}") from None
+    if not rows:
+        raise UsageError(f"{where}.select: no row of {path} fits {source.select!r}")
+    for row in rows:
+        atoms = row.toatoms()
+        content = [atoms.numbers.tolist(), atoms.cell.tolist(), atoms.positions.tolist(), atoms.pbc.tolist()]
+        key = hashlib.sha256(_canonical(content).encode()).hexdigest()
+        yield _crystal(source, atoms, f"ase_db:{path.name}#{row.id}", "as stated by the database", key, None)
+
+
+def _call_builder(source: StructureSource, where: str) -> Any:
+    import ase
+    import ase.build
+
+    call = source.builder
+    assert call is not None
+    if call.name not in getattr(ase.build, "__all__", ()):
+        raise UsageError(f"{where}.builder.name: ase.build has no {call.name!r}")
+    try:
+        atoms = getattr(ase.build, call.name)(*call.args, **call.kwargs)
+    except Exception as error:
+        raise UsageError(
+            f"{where}.builder: ase.build.{call.name} refused it: {type(error).__name__}: {error}"
+        ) from None
+    if not isinstance(atoms, ase.Atoms):
+        raise UsageError(f"{where}.builder: ase.build.{call.name} gave {type(atoms).__name__}, Atoms expected")
+    return atoms

@@ -1,0 +1,318 @@
+"""What is sent to a worker, and what it makes of it: structure, task, sample.
+
+A `TaskSpec` makes exactly one shard. It carries one structure, the recipe and the indices of its samples; the samples
+themselves are drawn where they are simulated, by the same pure function that the planner used to count them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, STANDARD_FIELDS, FieldSpec
+
+from .distributions import draw, uniform_stream
+from .label import label_bandlimit
+from .physics import (
+    ANTIALIAS_CUTOFF,
+    ANTIALIAS_TAPER,
+    antialias_angle_mrad,
+    probe_radius_A,
+    smooth_size,
+    wavelength_A,
+)
+from .spec import Recipe
+
+__all__ = ["SampleSpec", "StructureSpec", "TaskSpec", "canonical_json", "draw_sample", "fields_of", "reject_sample"]
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with one spelling for one content: sorted keys, no spaces, shortest exact floats."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructureSpec:
+    """One crystal along one zone axis: an orthogonal period, and how often it is laid side by side.
+
+    `key` is the sha256 of the source's content; `index` is the place in the plan and takes part in no hash.
+    Columns of `positions_A` and `lengths_A` are (x, y, z), z along the beam.
+    """
+
+    index: int
+    key: str
+    source: str
+    licence: str
+    formula: str
+    space_group: int
+    wyckoff: str
+    prototype_group: int
+    zone_axis: tuple[int, int, int]
+    inplane_axis: tuple[int, int, int]
+    strain: float
+    numbers: tuple[int, ...]
+    positions_A: tuple[tuple[float, float, float], ...]
+    lengths_A: tuple[float, float, float]
+    repeat_xy: tuple[int, int]
+    slices: int
+
+    @property
+    def slice_thickness_A(self) -> float:
+        return self.lengths_A[2] / self.slices
+
+    @property
+    def extent_yx_A(self) -> tuple[float, float]:
+        """The supercell across the beam, (y, x)."""
+        return self.lengths_A[1] * self.repeat_xy[1], self.lengths_A[0] * self.repeat_xy[0]
+
+    def grid_yx(self, sampling_A: float) -> tuple[int, int]:
+        """Points of the grid, (y, x): the next fast size at or below the wanted sampling."""
+        y, x = self.extent_yx_A
+        return smooth_size(y / sampling_A), smooth_size(x / sampling_A)
+
+    def tiled(self, repeat_z: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Numbers (m,), positions (m, 3) and lengths (3,) of the supercell, columns (x, y, z)."""
+        nx, ny = self.repeat_xy
+        cells = np.stack(np.meshgrid(np.arange(nx), np.arange(ny), np.arange(repeat_z), indexing="ij"), -1)
+        lengths = np.asarray(self.lengths_A)
+        shifts = cells.reshape(-1, 1, 3) * lengths
+        positions = (np.asarray(self.positions_A)[None] + shifts).reshape(-1, 3)
+        numbers = np.tile(np.asarray(self.numbers), nx * ny * repeat_z)
+        return numbers, positions, lengths * np.array([nx, ny, repeat_z])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """One experiment, complete: the crystal and every physical value. `uid` is the hash of it."""
+
+    structure: StructureSpec
+    recipe: Recipe
+    sample_index: int
+    split: str
+    values: Mapping[str, float]
+    exit_plane: int
+    scan_origin_yx_A: tuple[float, float]
+    phonon_seed: int
+
+    @property
+    def thickness_A(self) -> float:
+        """The thickness that is really simulated: whole slices to the exit plane."""
+        return self.exit_plane * self.structure.slice_thickness_A
+
+    @property
+    def wavelength_A(self) -> float:
+        return wavelength_A(self.values["energy_keV"])
+
+    @property
+    def q_sampling_yx_per_A(self) -> tuple[float, float]:
+        """Width of a detector pixel, 1/Å."""
+        max_q = self.recipe.detector.max_q(self.wavelength_A)
+        rows, columns = self.recipe.detector.shape
+        return 2.0 * max_q / rows, 2.0 * max_q / columns
+
+    @property
+    def grid_yx(self) -> tuple[int, int]:
+        return self.structure.grid_yx(self.recipe.grid.potential_sampling_A)
+
+    @property
+    def grid_sampling_A(self) -> float:
+        """The coarser of the two samplings of the grid."""
+        pairs = zip(self.structure.extent_yx_A, self.grid_yx, strict=True)
+        return max(length / points for length, points in pairs)
+
+    @property
+    def label_bandlimit_per_A(self) -> float:
+        return label_bandlimit(self.grid_sampling_A, self.recipe.label_sampling_A, ANTIALIAS_CUTOFF - ANTIALIAS_TAPER)
+
+    @cached_property
+    def uid(self) -> int:
+        """64-bit hash of the content; neither the split nor any place in the plan takes part."""
+        recipe = self.recipe
+        content = {
+            "version": 1,
+            "structure": self.structure.key,
+            "zone_axis": self.structure.zone_axis,
+            "cell": [recipe.cell.min_extent_A, recipe.cell.max_strain],
+            "grid": recipe.grid.model_dump(exclude={"max_gpts"}),
+            "scan": recipe.scan.model_dump(),
+            "detector": recipe.detector.model_dump(),
+            "label": recipe.label.model_dump(),
+            "phonons": recipe.phonons.model_dump(),
+            "phonon_seed": self.phonon_seed,
+            "values": dict(self.values),
+            "exit_plane": self.exit_plane,
+            "scan_origin": self.scan_origin_yx_A,
+        }
+        digest = hashlib.blake2b(canonical_json(content).encode(), digest_size=8, person=b"exitwave-uid-1").digest()
+        return int.from_bytes(digest, "little")
+
+    def params(self, *, captured_fraction: float) -> np.void:
+        """The sample's row of `/params`."""
+        structure, recipe = self.structure, self.recipe
+        row = np.zeros((), dtype=PARAMS_DTYPE)
+        for name, value in self.values.items():
+            if name in PARAMS_DTYPE.names and name != "thickness_A":
+                row[name] = value
+        q_y, q_x = self.q_sampling_yx_per_A
+        given: dict[str, Any] = {
+            "aperture_soft": 1,
+            "thickness_A": self.thickness_A,
+            "exit_plane": self.exit_plane,
+            "Q_sampling_y_per_A": q_y,
+            "Q_sampling_x_per_A": q_x,
+            "R_sampling_y_A": recipe.scan.step_A,
+            "R_sampling_x_A": recipe.scan.step_A,
+            "potential_sampling_A": recipe.label_sampling_A,
+            "scan_origin_y_A": self.scan_origin_yx_A[0],
+            "scan_origin_x_A": self.scan_origin_yx_A[1],
+            "crystal_rotation_deg": 0.0,
+            "zone_axis": structure.zone_axis,
+            "inplane_axis": structure.inplane_axis,
+            "strain": structure.strain,
+            "grid_y": self.grid_yx[0],
+            "grid_x": self.grid_yx[1],
+            "extent_y_A": structure.extent_yx_A[0],
+            "extent_x_A": structure.extent_yx_A[1],
+            "slice_thickness_A": structure.slice_thickness_A,
+            "projection": recipe.grid.projection.encode(),
+            "parametrization": recipe.grid.parametrization.encode(),
+            "antialias_cutoff": ANTIALIAS_CUTOFF,
+            "antialias_taper": ANTIALIAS_TAPER,
+            "phonon_count": recipe.phonons.count,
+            "phonon_seed": self.phonon_seed,
+            "phonon_rms_A": recipe.phonons.rms_A if recipe.phonons.count else 0.0,
+            "captured_fraction": captured_fraction,
+            "label_blur_A": recipe.label.blur_A,
+            "label_bandlimit_per_A": self.label_bandlimit_per_A,
+            "space_group": structure.space_group,
+            "prototype_group": structure.prototype_group,
+            "structure": structure.index,
+            "sample_index": self.sample_index,
+            "split": self.split.encode(),
+        }
+        for name, value in given.items():
+            row[name] = value
+        return row[()]
+
+
+def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, split: str) -> SampleSpec:
+    """Sample number `sample_index` of a structure: a pure function of its arguments."""
+    seed = recipe.seed
+    key = f"{structure.key}|{','.join(map(str, structure.zone_axis))}"
+    # Twelve digits: the last bits of a logarithm differ between C libraries, and a uid must not.
+    values = {
+        name: float(f"{draw(d, seed=seed, structure_key=key, sample=sample_index, name=name):.12g}")
+        for name, d in recipe.sampling.drawn().items()
+    }
+    if recipe.sampling.scan_origin == "random":
+        y, x = (
+            float(f"{length * next(uniform_stream(seed, key, sample_index, f'scan_origin_{axis}')):.12g}")
+            for axis, length in zip("yx", structure.extent_yx_A, strict=True)
+        )
+    else:
+        y, x = recipe.sampling.scan_origin
+    phonon_seed = 0
+    if recipe.phonons.count:
+        phonon_seed = int(next(uniform_stream(seed, key, sample_index, "phonon_seed")) * 2**53)
+    wanted = values.pop("thickness_A")
+    return SampleSpec(
+        structure=structure,
+        recipe=recipe,
+        sample_index=sample_index,
+        split=split,
+        values=values,
+        exit_plane=max(1, round(wanted / structure.slice_thickness_A)),
+        scan_origin_yx_A=(y, x),
+        phonon_seed=phonon_seed,
+    )
+
+
+def reject_sample(spec: SampleSpec) -> str | None:
+    """Why this draw cannot be simulated faithfully, or None. Rejected draws are counted, never drawn again."""
+    radius = probe_radius_A(spec.values, spec.thickness_A)
+    room = min(spec.structure.extent_yx_A) / 4.0
+    if radius > room:
+        least = 4.0 * radius
+        return (
+            f"the probe's radius of {radius:.1f} Å exceeds a quarter of the cell ({room:.1f} Å); "
+            f"cell.min_extent_A of {math.ceil(least)} would hold it"
+        )
+    limit = antialias_angle_mrad(spec.values["energy_keV"], spec.grid_sampling_A)
+    widest = 1e3 * spec.recipe.detector.max_q(spec.wavelength_A) * spec.wavelength_A
+    if widest > limit:
+        return (
+            f"the detector reaches {widest:.1f} mrad, the grid's antialias cutoff is {limit:.1f} mrad; "
+            f"grid.potential_sampling_A of {spec.recipe.grid.potential_sampling_A * limit / widest * 0.98:.3f} would do"
+        )
+    if spec.values["semiangle_mrad"] > widest:
+        return (
+            f"the aperture of {spec.values['semiangle_mrad']:.1f} mrad is wider than the detector ({widest:.1f} mrad)"
+        )
+    return None
+
+
+def fields_of(recipe: Recipe) -> tuple[FieldSpec, ...]:
+    """The array fields of a sample, in the order of the recipe."""
+    shapes = {"cbed": (*recipe.scan.shape, *recipe.detector.shape), "potential": recipe.label.shape}
+    return tuple(
+        FieldSpec(
+            name=name,
+            dtype="<f4",
+            shape=shapes[name],
+            axes=STANDARD_FIELDS[name][0],
+            unit=STANDARD_FIELDS[name][1],
+            meaning=STANDARD_FIELDS[name][2],
+        )
+        for name in recipe.fields
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """The work of one shard. `index` is its place in the plan; `shard_id` is the hash of what it makes."""
+
+    index: int
+    campaign_hash: str
+    simulator: str
+    structure: StructureSpec
+    recipe: Recipe
+    split: str
+    sample_indices: tuple[int, ...]
+    shard_id: str
+
+    @property
+    def task_id(self) -> str:
+        return f"task-{self.index:06d}"
+
+    def samples(self) -> tuple[SampleSpec, ...]:
+        """The samples of this task, drawn anew; the same wherever this runs."""
+        return tuple(draw_sample(self.structure, self.recipe, k, self.split) for k in self.sample_indices)
+
+
+def shard_id_of(
+    *,
+    index: int,
+    campaign_hash: str,
+    simulator: str,
+    split: str,
+    fields: tuple[FieldSpec, ...],
+    uids: tuple[int, ...],
+) -> str:
+    """128-bit hash (32 hex digits) of all that decides on the bytes of a shard."""
+    content = {
+        "version": SHARD_VERSION,
+        "task": index,
+        "campaign": campaign_hash,
+        "simulator": simulator,
+        "split": split,
+        "fields": [[f.name, f.dtype, list(f.shape)] for f in fields],
+        "uids": list(uids),
+    }
+    return hashlib.blake2b(canonical_json(content).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,131 @@
+"""A second simulator, in NumPy alone: one thin phase object, without propagation inside the specimen.
+
+It is no substitute for multislice. It is the oracle of the tests: a few lines of textbook optics, independent of abTEM,
+in float64, by which axes, signs, registration and normalisation of the reference are checked, and the proof that the
+seam carries more than one implementation.
+
+The exit wave is psi(r - r_p) exp(i sigma V(r)) (Kirkland, "Advanced Computing in Electron Microscopy", eq. 5.25), and V
+is the sum of the atoms' projected potentials in Wentzel's model, a screened Coulomb potential with radius
+R = a_0 Z^(-1/3), whose transform is analytic (Reimer and Kohl, "Transmission Electron Microscopy", eq. 5.16):
+
+    V_atom(k) = (e Z / epsilon_0) / (4 pi^2 k^2 + 1 / R^2)        in V Å^3
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .detector import overlap_matrix, resample
+from .label import lattice_points, project_label
+from .physics import ANTIALIAS_CUTOFF, ANTIALIAS_TAPER, interaction_parameter, wavelength_A
+from .simulator import Sample
+from .tasks import SampleSpec
+from .threads import single_threaded
+
+__all__ = ["WeakPhaseSimulator", "aberration_phase", "probe_spectrum", "wentzel_projected"]
+
+_BOHR_A = 0.529177210903
+_E_OVER_EPSILON0_V_A = 180.95128  # e / epsilon_0 in V Å
+
+
+def aberration_phase(
+    alpha: NDArray[np.float64], phi: NDArray[np.float64], values: Mapping[str, float]
+) -> NDArray[np.float64]:
+    """chi in rad at angle `alpha` (rad) and azimuth `phi` from the x axis towards y.
+
+    chi = 2 pi / lambda sum_nm alpha^(n+1) / (n+1) C_nm cos(m (phi - phi_nm)) (Kirkland, eq. 2.22), C10 = -defocus.
+    """
+    chi = alpha**2 / 2 * -values["defocus_A"]
+    for n, m in ((1, 2), (2, 1), (2, 3), (3, 0), (3, 2), (3, 4), (5, 0)):
+        turned = np.cos(m * (phi - math.radians(values[f"phi{n}{m}_deg"]))) if m else 1.0
+        chi = chi + alpha ** (n + 1) / (n + 1) * values[f"C{n}{m}_A"] * turned
+    return 2.0 * np.pi / wavelength_A(values["energy_keV"]) * chi
+
+
+def probe_spectrum(
+    values: Mapping[str, float], grid_yx: tuple[int, int], extent_yx_A: tuple[float, float]
+) -> NDArray[np.complex128]:
+    """The probe at the origin in diffraction space, (Ny, Nx), zero frequency first; its intensity sums to 1.
+
+    The aperture's edge falls linearly over one pixel, as the part of the pixel inside the circle.
+    """
+    (ny, nx), (ly, lx) = grid_yx, extent_yx_A
+    wavelength = wavelength_A(values["energy_keV"])
+    ay = np.fft.fftfreq(ny, d=ly / ny)[:, None] * wavelength
+    ax = np.fft.fftfreq(nx, d=lx / nx)[None, :] * wavelength
+    alpha, phi = np.hypot(ax, ay), np.arctan2(ay, ax)
+    width = np.hypot(np.cos(phi) * wavelength / lx, np.sin(phi) * wavelength / ly)
+    aperture = np.clip((values["semiangle_mrad"] * 1e-3 - alpha) / width + 0.5, 0.0, 1.0)
+    spectrum = aperture * np.exp(-1j * aberration_phase(alpha, phi, values))
+    return spectrum / math.sqrt(float((np.abs(spectrum) ** 2).sum()))
+
+
+def wentzel_projected(spec: SampleSpec) -> NDArray[np.float64]:
+    """Projected potential of the atoms up to the exit plane, (Ny, Nx) in V Å, on the grid of the sample."""
+    (ny, nx), (ly, lx) = spec.grid_yx, spec.structure.extent_yx_A
+    repeat_z = math.ceil(spec.exit_plane / spec.structure.slices)
+    numbers, positions, _ = spec.structure.tiled(repeat_z)
+    inside = positions[:, 2] < spec.thickness_A
+    ky = np.fft.fftfreq(ny, d=ly / ny)
+    kx = np.fft.fftfreq(nx, d=lx / nx)
+    k2 = ky[:, None] ** 2 + kx[None, :] ** 2
+    spectrum = np.zeros((ny, nx), dtype=np.complex128)
+    for number in np.unique(numbers):
+        x, y = positions[inside & (numbers == number), :2].T
+        shifts = np.exp(-2j * np.pi * ky[:, None] * y) @ np.exp(-2j * np.pi * kx[:, None] * x).T
+        radius = _BOHR_A * float(number) ** (-1.0 / 3.0)
+        spectrum += shifts * (_E_OVER_EPSILON0_V_A * number / (4.0 * np.pi**2 * k2 + radius**-2))
+    cutoff = (ANTIALIAS_CUTOFF - ANTIALIAS_TAPER) * min(ny / ly, nx / lx) / 2.0
+    return np.fft.ifft2(np.where(k2 <= cutoff**2, spectrum, 0.0)).real * (ny * nx) / (ly * lx)
+
+
+class WeakPhaseSimulator:
+    """The oracle as a Simulator. It knows neither propagation inside the specimen nor phonons nor tilt."""
+
+    name = "weak-phase"
+    version = "1"
+
+    def simulate(self, specs: Sequence[SampleSpec]) -> Iterator[Sample]:
+        for spec in specs:
+            with single_threaded():
+                sample = self._simulate(spec)
+            yield sample
+
+    def _simulate(self, spec: SampleSpec) -> Sample:
+        recipe, extent, grid = spec.recipe, spec.structure.extent_yx_A, spec.grid_yx
+        projected = wentzel_projected(spec)
+        transmission = np.exp(1j * interaction_parameter(spec.values["energy_keV"]) * projected)
+        spectrum = probe_spectrum(spec.values, grid, extent)
+        shape, q = recipe.detector.shape, spec.q_sampling_yx_per_A
+        rows, columns = (overlap_matrix(grid[a], extent[a], shape[a], q[a]) for a in (0, 1))
+        ky = np.fft.fftfreq(grid[0], d=extent[0] / grid[0])[:, None]
+        kx = np.fft.fftfreq(grid[1], d=extent[1] / grid[1])[None, :]
+        rotation = spec.values["scan_rotation_deg"]
+        points = lattice_points(recipe.scan.shape, recipe.scan.step_A, spec.scan_origin_yx_A, rotation)
+        cbed = np.empty((*recipe.scan.shape, *shape))
+        for i, j in np.ndindex(*recipe.scan.shape):
+            y, x = points[i, j]
+            probe = np.fft.ifft2(spectrum * np.exp(-2j * np.pi * (ky * y + kx * x)))
+            intensity = np.abs(np.fft.fft2(probe * transmission)) ** 2
+            cbed[i, j] = resample(intensity, rows, columns)
+        label = project_label(
+            projected,
+            extent,
+            shape=recipe.label.shape,
+            sampling_A=recipe.label_sampling_A,
+            origin_yx_A=spec.scan_origin_yx_A,
+            rotation_deg=rotation,
+            blur_A=recipe.label.blur_A,
+            bandlimit_per_A=spec.label_bandlimit_per_A,
+        )
+        arrays = {"cbed": cbed.astype(np.float32), "potential": label.astype(np.float32)}
+        captured = float(cbed.sum(axis=(-2, -1)).mean())
+        return Sample(
+            uid=spec.uid,
+            params=spec.params(captured_fraction=captured),
+            arrays={name: arrays[name] for name in recipe.fields},
+        )

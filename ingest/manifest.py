@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
 from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, part_path
 from exitwave.ingest.records import Header, Manifest, PublishedShard, ShardRecord, Tombstone
-from exitwave.ingest.schema import MANIFEST_FORMAT, MANIFEST_VERSION
+from exitwave.ingest.schema import MANIFEST_FORMAT, MANIFEST_VERSION, TABLES
 
 __all__ = ["MANIFEST_NAME", "ManifestWriter", "create_dataset", "load_manifest"]
 
@@ -111,10 +111,11 @@ def load_manifest(root: Path) -> Manifest:
         if isinstance(record, Tombstone):
             tombstones.append(record)
             live.pop(record.shard_id, None)
-        elif record.shard_id in live:
+            continue
+        _parsed(lambda shard: _check_fields(shard, header), record, where)
+        if record.shard_id in live:
             raise UsageError(f"{where}: shard {record.shard_id} is committed twice. {_WHAT_TO_DO}")
-        else:
-            live[record.shard_id] = record
+        live[record.shard_id] = record
     return Manifest(
         header=header,
         shards=tuple(sorted(live.values(), key=lambda s: (s.generation, s.task, s.shard_id))),
@@ -148,7 +149,18 @@ def _records(lines: list[bytes], path: Path) -> Iterator[tuple[str, ShardRecord 
             raise UsageError(f"{where}: kind {data['kind']!r}, expected shard or tombstone. {_WHAT_TO_DO}")
 
 
-def _parsed(parse: Any, data: dict[str, Any], where: str) -> Any:
+def _check_fields(shard: PublishedShard, header: Header) -> None:
+    """UsageError unless the shard's arrays are the header's fields, in their order, dtype and shape."""
+    expected = [(f.name, np.dtype(f.dtype).newbyteorder("<").str, f.shape) for f in header.fields]
+    found = [(e.field, e.dtype, e.sample_shape) for e in shard.extents if e.field not in TABLES]
+    tables = [e.field for e in shard.extents if e.field in TABLES]
+    if expected != found or sorted(tables) != sorted(TABLES):
+        raise UsageError(
+            f"shard {shard.shard_id} holds {found} and the tables {tables}, expected {expected} and {list(TABLES)}"
+        )
+
+
+def _parsed(parse: Callable[[Any], Any], data: Any, where: str) -> Any:
     try:
         return parse(data)
     except UsageError as error:
@@ -230,6 +242,7 @@ class ManifestWriter:
         """
         if published.shard_id in self._live:
             raise UsageError(f"{self.path}: shard {published.shard_id} is committed already")
+        _check_fields(published, self.manifest.header)
         uids = self._read_uids(published)
         if self._uids.size and uids.size:
             at = np.minimum(np.searchsorted(self._uids, uids), self._uids.size - 1)

@@ -1,0 +1,100 @@
+"""Samples for PyTorch: a map-style data set with batched reads, its collate function, and the global sampler.
+
+loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate, num_workers=2)
+for batch in loader:
+    …                                     # batch["cbed"]: tensor (n_local, Ry, Rx, Qy, Qx)
+    sampler.commit(sampler.global_batch)  # after the optimizer step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exitwave.ingest.dataset import Dataset, open_dataset
+from exitwave.ingest.sampler import GlobalSampler
+
+__all__ = ["GlobalSampler", "SampleList", "ShardDataset", "collate"]
+
+Array = np.ndarray[Any, Any]
+
+
+class SampleList(list[dict[str, Any]]):
+    """A batch as a list of samples, each a view into `stacked` (field -> (n, …)), so that collating copies nothing."""
+
+    def __init__(self, stacked: dict[str, Array]) -> None:
+        n = len(stacked["uid"])
+        super().__init__({name: array[k] for name, array in stacked.items()} for k in range(n))
+        self.stacked = stacked
+
+
+class ShardDataset:
+    """A map-style data set of samples: `[i]` gives a dict of the asked `fields`, `uid` and `params`, as arrays.
+
+    `split`: only that split. `cache`: a folder that `stage` filled. It may be pickled and forked, so that a DataLoader
+    takes any number of workers and any start method. Memory does not grow with the number of samples read.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        fields: Sequence[str] = ("cbed", "potential"),
+        split: str | None = None,
+        cache: str | Path | None = None,
+        verify: bool = True,
+    ) -> None:
+        data = open_dataset(path, cache=cache, verify=verify)
+        self.data: Dataset = data if split is None else data.split(split)
+        self.fields = tuple(fields)
+        self.data.read([], self.fields)  # a field that is not there shows now, not in a worker
+
+    @property
+    def dataset_id(self) -> str:
+        return self.data.dataset_id
+
+    @property
+    def generation(self) -> int:
+        return self.data.generation
+
+    @property
+    def split_name(self) -> str | None:
+        return self.data.split_name
+
+    def n_samples_until(self, generation: int) -> int:
+        return self.data.n_samples_until(generation)
+
+    def digest_until(self, generation: int) -> str:
+        return self.data.digest_until(generation)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> SampleList:
+        """Several samples in one go; a DataLoader calls this with a batch of the sampler."""
+        return SampleList(self.data.read(indices, self.fields))
+
+
+def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A batch: each field a tensor (n, …); `uid` an int64 tensor (n,) of the same 64 bits; `params` stays NumPy.
+
+    `batch["uid"].numpy().view("uint64")` gives the uids back. Without a copy where the samples lie in one array.
+    """
+    import torch  # here only: a simulation worker never pays for it
+
+    if isinstance(samples, SampleList):
+        stacked = samples.stacked
+    else:
+        stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    batch: dict[str, Any] = {}
+    for name, array in stacked.items():
+        if name == "params":
+            batch[name] = array
+        else:
+            batch[name] = torch.from_numpy(array.view(np.int64) if array.dtype == np.uint64 else array)
+    return batch

@@ -1,0 +1,190 @@
+"""A data set to look at and to index: samples in the manifest's order, read lazily.
+
+>>> data = open_dataset("runs/demo/dataset").split("train")      # doctest: +SKIP
+>>> data[0]["cbed"].shape, data.params["thickness_A"].mean()     # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import html
+import operator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.manifest import load_manifest
+from exitwave.ingest.reading import ShardFiles
+from exitwave.ingest.records import Manifest, ShardRecord
+from exitwave.ingest.schema import FieldSpec
+
+if TYPE_CHECKING:
+    from exitwave.ingest.shard import Structure
+
+__all__ = ["Dataset", "open_dataset"]
+
+Array = np.ndarray[Any, Any]
+
+
+def open_dataset(path: str | Path, *, cache: str | Path | None = None, verify: bool = True) -> Dataset:
+    """Opens what is committed now in the data set at `path`.
+
+    `cache`: a folder that `stage` filled; shards ready there are read there. `verify`: check the checksum of every
+    sample read. UsageError when it is no data set or its manifest cannot be read.
+    """
+    root = Path(path)
+    manifest = load_manifest(root)
+    staged = None if cache is None else Path(cache) / manifest.header.dataset_id / "ready"
+    return Dataset(root, manifest, manifest.shards, ShardFiles(root, staged=staged, verify=verify))
+
+
+class Dataset:
+    """Samples by number, 0..len-1, ordered by (generation, task, row). A view on a split shares the open files."""
+
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        shards: Sequence[ShardRecord],
+        files: ShardFiles,
+        *,
+        split_name: str | None = None,
+    ) -> None:
+        self.root = root
+        self.manifest = manifest
+        self.shards = tuple(shards)
+        self.split_name = split_name
+        self._files = files
+        # starts[s] is the number of the first sample of shard s; starts[-1] the number of samples.
+        self._starts = np.concatenate([[0], np.cumsum([shard.n for shard in self.shards], dtype=np.int64)])
+
+    @property
+    def dataset_id(self) -> str:
+        return self.manifest.header.dataset_id
+
+    @property
+    def generation(self) -> int:
+        return max((shard.generation for shard in self.shards), default=0)
+
+    @property
+    def fields(self) -> tuple[FieldSpec, ...]:
+        return self.manifest.header.fields
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return self.manifest.splits
+
+    def split(self, name: str) -> Dataset:
+        """The samples of one split, as a data set of its own; UsageError naming the splits there are."""
+        if name not in self.splits:
+            raise UsageError(f"{self.root}: no split {name!r}; there are {', '.join(self.splits) or 'none'}")
+        shards = [shard for shard in self.shards if shard.split == name]
+        return Dataset(self.root, self.manifest, shards, self._files, split_name=name)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def n_samples_until(self, generation: int) -> int:
+        """How many samples, from the first on, belong to `generation` or an older one."""
+        return sum(shard.n for shard in self.shards if shard.generation <= generation)
+
+    def digest_until(self, generation: int) -> str:
+        """A hash of which shards those are, in order: two data sets of equal digest have the same sample numbers."""
+        ids = "\n".join(f"{shard.shard_id} {shard.n}" for shard in self.shards if shard.generation <= generation)
+        return xxhash.xxh3_64_hexdigest(ids.encode())
+
+    def record_of(self, i: int) -> tuple[ShardRecord, int]:
+        """The shard of sample `i` and the sample's row in it. IndexError outside -len..len-1."""
+        index = operator.index(i)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        at = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.shards[at], index - int(self._starts[at])
+
+    def __getitem__(self, i: int) -> dict[str, Array]:
+        """Sample `i`: every field in its own shape, `uid` (uint64) and `params` (one record)."""
+        batch = self.read([i], [field.name for field in self.fields])
+        return {name: array[0] for name, array in batch.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Array]]:
+        return (self[i] for i in range(len(self)))
+
+    def read(self, indices: Sequence[int], fields: Sequence[str]) -> dict[str, Array]:
+        """Samples `indices` stacked: field -> (len(indices), …), `uid` (len,) uint64, `params` (len,) compound.
+
+        UsageError for a field that is not there, DamagedDataError naming shard, uid and field.
+        """
+        specs = {spec.name: spec for spec in self.fields}
+        if missing := [name for name in fields if name not in specs]:
+            raise UsageError(f"{self.root}: no field {missing[0]!r}; there are {', '.join(specs)}")
+        n = len(indices)
+        batch = {
+            name: np.empty((n, *specs[name].shape), np.dtype(specs[name].dtype).newbyteorder("<")) for name in fields
+        }
+        uids = np.empty(n, dtype="<u8")
+        params = np.empty(n, dtype=self._params_dtype())
+        for k, i in enumerate(indices):
+            record, row = self.record_of(i)
+            uids[k], params[k] = self._files.read(record, row, {name: array[k] for name, array in batch.items()})
+        return {**batch, "uid": uids, "params": params}
+
+    def _params_dtype(self) -> np.dtype[Any]:
+        return self.shards[0].extent("params").numpy_dtype if self.shards else np.dtype([])
+
+    @property
+    def uids(self) -> Array:
+        """All uids (len,), uint64."""
+        return np.concatenate([np.empty(0, "<u8"), *(self._files.open(shard).uids for shard in self.shards)])
+
+    @property
+    def params(self) -> Array:
+        """All parameters (len,) as a structured array; units stand in the names."""
+        tables = [self._files.open(shard).params for shard in self.shards]
+        return np.concatenate(tables) if tables else np.empty(0, dtype=self._params_dtype())
+
+    def structure(self, i: int) -> Structure:
+        """The structure of sample `i`: its atoms as simulated, and what is known of it."""
+        from exitwave.ingest.shard import ShardReader  # the only use of libhdf5 here
+
+        record, row = self.record_of(i)
+        index = int(self._files.open(record).params[row]["structure"])
+        with ShardReader(self.root / record.path) as reader:
+            return reader.structure(index)
+
+    def to_xarray(self) -> Any:
+        """An `xarray.Dataset` with dimension `sample` that reads lazily; needs the extra `exitwave[notebook]`."""
+        from exitwave.ingest.xarray_view import dataset_view
+
+        return dataset_view(self)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def __repr__(self) -> str:
+        split = "" if self.split_name is None else f", split {self.split_name}"
+        return f"<exitwave.Dataset {self.root}: {len(self)} samples in {len(self.shards)} shards{split}>"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(_html_row(field) for field in self.fields)
+        counts = ", ".join(
+            f"{name} {sum(s.n for s in self.shards if s.split == name)}"
+            for name in self.splits
+            if self.split_name in (None, name)
+        )
+        nbytes = sum(shard.nbytes for shard in self.shards)
+        return (
+            f"<p><b>{html.escape(self.manifest.header.name or self.dataset_id)}</b>: {len(self)} samples "
+            f"({html.escape(counts)}) in {len(self.shards)} shards, {nbytes / 1e6:.1f} MB</p>"
+            f"<table><tr><th>field</th><th>dtype</th><th>axes</th><th>unit</th><th>meaning</th></tr>{rows}</table>"
+        )
+
+
+def _html_row(field: FieldSpec) -> str:
+    axes = field.axes or ("",) * len(field.shape)
+    shape = " × ".join(f"{axis} {size}" for axis, size in zip(axes, field.shape, strict=False))
+    cells = (field.name, field.dtype, shape, field.unit, field.meaning)
+    return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"

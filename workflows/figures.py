@@ -1,0 +1,156 @@
+"""Pictures for the report: small PNGs, drawn so that they read on a light and on a dark page.
+
+Backgrounds are transparent and lettering is a grey of enough contrast on both. Every picture of a potential carries a
+scale bar and a colour bar in V·Å; pictures that are to be compared share one scale. Axes are (y, x), as in the data.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["curve_png", "image_png", "nice_length", "shared_limits"]
+
+Array = npt.NDArray[Any]
+_GREY = "#7a828e"
+_COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7")
+
+
+def _figure(width: float, height: float) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150)
+    figure.patch.set_alpha(0.0)
+    return figure
+
+
+def _data_uri(figure: Any) -> str:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    out = BytesIO()
+    figure.savefig(out, format="png", transparent=True, metadata={"Software": None})
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def nice_length(extent: float) -> float:
+    """A round length (1, 2 or 5 times a power of ten) near a third of `extent`, for a scale bar."""
+    if not extent > 0:
+        return 1.0
+    target = extent / 3
+    base = 10.0 ** math.floor(math.log10(target))
+    return max((m * base for m in (1, 2, 5) if m * base <= target * 1.001), default=base)
+
+
+def shared_limits(images: Sequence[Array], percentile: float = 0.5) -> tuple[float, float]:
+    """One colour range for several images, a few outliers left out."""
+    values = np.concatenate([np.asarray(i, dtype=float)[np.isfinite(i)].ravel() for i in images])
+    if values.size == 0:
+        return 0.0, 1.0
+    low, high = np.percentile(values, [percentile, 100 - percentile])
+    return (float(low), float(high)) if high > low else (float(low) - 0.5, float(low) + 0.5)
+
+
+def image_png(
+    image: Array,
+    *,
+    pixel: float,
+    unit: str,
+    limits: tuple[float, float] | None = None,
+    cmap: str = "magma",
+    bar_label: str = "",
+    centre_zero: bool = False,
+) -> str:
+    """A picture with a scale bar (`pixel` wide in `unit`) and a colour bar, as a data URI.
+
+    `centre_zero` makes the range symmetric about zero (for differences).
+    """
+    image = np.asarray(image, dtype=float)
+    low, high = limits or shared_limits([image])
+    if centre_zero:
+        high = max(abs(low), abs(high)) or 1.0
+        low = -high
+    figure = _figure(2.5, 2.95)
+    axes = figure.add_axes((0.02, 0.175, 0.96, 0.81))
+    shown = axes.imshow(image, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
+    axes.set_axis_off()
+    _scale_bar(axes, image.shape, pixel, unit)
+    bar_axes = figure.add_axes((0.05, 0.125, 0.9, 0.03))
+    bar = figure.colorbar(shown, cax=bar_axes, orientation="horizontal")
+    bar.set_ticks([low, high] if not centre_zero else [low, 0, high])
+    bar.ax.set_xticklabels([_number(v) for v in ([low, high] if not centre_zero else [low, 0, high])])
+    labels = bar.ax.get_xticklabels()
+    labels[0].set_ha("left")
+    labels[-1].set_ha("right")
+    bar.ax.tick_params(labelsize=8, colors=_GREY, length=0, pad=2)
+    bar.outline.set_visible(False)
+    if bar_label and not centre_zero:
+        figure.text(0.5, 0.035, bar_label, ha="center", fontsize=8, color=_GREY)
+    elif bar_label:
+        figure.text(0.5, 0.0, bar_label, ha="center", fontsize=8, color=_GREY, va="bottom")
+    return _data_uri(figure)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) >= 1e-12 else "0"
+
+
+def _scale_bar(axes: Any, shape: tuple[int, ...], pixel: float, unit: str) -> None:
+    rows, columns = shape
+    length = nice_length(columns * pixel)
+    width = length / pixel
+    x, y = 0.06 * columns - 0.5, 0.93 * rows - 0.5
+    for colour, line in (("black", 4.0), ("white", 2.2)):
+        axes.plot([x, x + width], [y, y], color=colour, lw=line, solid_capstyle="butt")
+    from matplotlib.patheffects import withStroke
+
+    text = axes.text(x, y - 0.03 * rows, f"{length:g} {unit}", color="white", fontsize=8, va="bottom")
+    text.set_path_effects([withStroke(linewidth=1.6, foreground="black")])
+
+
+def curve_png(
+    curves: Sequence[tuple[str, Sequence[float], Sequence[float], bool]], *, x_label: str, y_label: str, log: bool = True
+) -> str:
+    """Curves (name, x, y, whether to draw marks instead of a line) on one pair of axes, as a data URI."""
+    figure = _figure(7.2, 2.9)
+    axes = figure.add_axes((0.095, 0.175, 0.89, 0.79))
+    for colour, (name, x, y, marks) in zip(_COLOURS, curves, strict=False):
+        if marks:
+            axes.plot(x, y, "o", ms=4.5, color=colour, label=name)
+        else:
+            axes.plot(x, y, lw=0.8, color=colour, alpha=0.35)
+            axes.plot(x, _smooth(y), lw=1.7, color=colour, label=name)
+    positive = all(v > 0 for _, _, y, _ in curves for v in y)
+    if log and positive:
+        axes.set_yscale("log")
+    axes.set_xlabel(x_label, color=_GREY, fontsize=9)
+    axes.set_ylabel(y_label, color=_GREY, fontsize=9)
+    axes.tick_params(which="both", colors=_GREY, labelsize=8)
+    axes.grid(True, which="major", color=_GREY, alpha=0.25, lw=0.6)
+    axes.patch.set_alpha(0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_GREY)
+    axes.legend(frameon=False, fontsize=8, labelcolor=_GREY)
+    return _data_uri(figure)
+
+
+def _smooth(y: Sequence[float]) -> Array:
+    """A running mean over 5 % of the steps, so that the trend is seen through the noise of batches."""
+    values = np.asarray(y, dtype=float)
+    width = max(1, len(values) // 20) | 1
+    if width == 1:
+        return values
+    padded = np.pad(values, width // 2, mode="edge")
+    smooth: Array = np.convolve(padded, np.ones(width) / width, mode="valid")
+    return smooth

@@ -1,0 +1,69 @@
+"""What Ctrl-C and SIGTERM do.
+
+1. The first signal sets `stop`. Whoever works looks at it between two units of work, finishes what is in hand, and
+   raises `InterruptedRunError`: exit 75, and the same command resumes.
+2. The second ends the process at once with exit 130. Nothing is lost either way: files appear under their final names
+   only whole, so that the same command resumes then, too.
+
+A training rank is told by its launcher, which may send more than one signal (a terminal's Ctrl-C reaches the rank and
+the launcher, and the launcher passes it on): there, every signal is the first one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["Interrupts"]
+
+
+class Interrupts:
+    """Handles SIGINT and SIGTERM for the time of a `with` block, in the main thread."""
+
+    def __init__(self, *, what: str = "the work in hand", quiet: bool = False, patient: bool = False) -> None:
+        self.stop = threading.Event()
+        self.what = what
+        self.last_words: list[Callable[[], Any]] = []  # called before an exit at once, e.g. to kill child processes
+        self._quiet = quiet
+        self._patient = patient
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.stop.is_set():
+            self.stop.set()
+            if not self._quiet:
+                name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+                _write(f"{name}: finishing {self.what}, then stopping. Again: stop at once (nothing committed is lost).")
+        elif not self._patient:
+            for call in self.last_words:
+                try:
+                    call()
+                except Exception:
+                    continue
+            show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+            _write(f"{show_cursor}Stopped at once. The same command goes on from what is committed.")
+            os._exit(130)
+
+
+def _write(text: str) -> None:
+    """Straight to the file descriptor: a signal may come while a stream is being written."""
+    try:
+        os.write(2, f"\n{text}\n".encode() if os.isatty(2) else f"{text}\n".encode())
+    except OSError:
+        pass

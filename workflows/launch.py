@@ -1,0 +1,288 @@
+"""`exitwave train` from a terminal: starts the ranks by torchrun, follows them, and explains how they ended.
+
+1. The configuration is read and checked here, before anything is started; a folder that belongs to another training is
+   refused here, too. The resolved configuration goes to RUN/train.yaml, and that is what the ranks read.
+2. One lock on RUN, so that two commands cannot train into one folder.
+3. The ranks run in a session of their own under `guard`: a terminal's Ctrl-C reaches only us, and we pass SIGTERM on;
+   if we are killed, they are.
+4. Progress comes from RUN/events.jsonl, which rank 0 writes. Everything that ranks print goes to RUN/train.log.
+5. Ranks that fail leave RUN/rank-errors/; the one that caused it is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
+from exitwave.ingest.files import FileLock, LockHeldError, write_atomic
+from exitwave.workflows.config import child_environment, dump_yaml, resolved_comment
+from exitwave.workflows.guard import guarded
+from exitwave.workflows.progress import human_seconds
+from exitwave.workflows.provenance import versions
+from exitwave.workflows.rank import check_mesh, clear_rank_errors, read_rank_errors
+from exitwave.workflows.session import Session
+
+__all__ = ["evaluate_run", "locked", "start_ranks", "train_with_ranks", "training_document"]
+
+_POLL_S = 0.2
+_ERRORS: dict[int, type[ExitwaveError]] = {
+    2: UsageError,
+    3: DamagedDataError,
+    75: InterruptedRunError,
+}
+
+
+def train_with_ranks(
+    session: Session,
+    config: Path,
+    data: Path,
+    out: Path,
+    *,
+    ranks: int | None,
+    cache: Path | None,
+    mesh: str,
+    fresh: bool,
+    overrides: Sequence[str],
+) -> dict[str, Any]:
+    """Train with `ranks` processes on this machine; returns what came of it."""
+    from exitwave.workflows.train_config import read_training
+
+    training = read_training(config, overrides)
+    n = ranks or training.ranks or 1
+    check_mesh(mesh, n)
+    with locked(out):
+        with session.progress() as feed:
+            start_ranks(session, training.spec, data, out, ranks=n, cache=cache, fresh=fresh, feed=feed)
+        return training_document(out)
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """RUN is ours alone; UsageError when another command works in it."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".lock")
+    try:
+        lock.__enter__()
+    except LockHeldError:
+        raise UsageError(
+            f"{out}: another exitwave command is working in this folder ({lock.holder()}). Wait for it, stop it, or give "
+            "another --out."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def start_ranks(
+    session: Session,
+    spec: Any,
+    data: Path,
+    out: Path,
+    *,
+    ranks: int,
+    cache: Path | None,
+    fresh: bool,
+    feed: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Start the ranks, follow them to their end; raises what they failed with. `spec` is a TrainSpec."""
+    from exitwave.ingest.manifest import load_manifest
+
+    header = load_manifest(data).header
+    _refuse_other(out, spec, header.dataset_id, fresh=fresh)
+    clear_rank_errors(out)
+    resolved = out / "train.yaml"
+    text = dump_yaml(spec.canonical(), comment=resolved_comment("A training", versions()))
+    write_atomic(resolved, text.encode())
+    arguments = ["train", str(resolved), "--data", str(data), "--out", str(out), "--quiet"]
+    if cache is not None:
+        arguments += ["--cache", str(cache)]
+    if fresh:
+        arguments += ["--fresh"]
+    events = out / "events.jsonl"
+    tail = _Tail(events, from_end=not fresh)
+    with (out / "train.log").open("ab") as log:
+        process = subprocess.Popen(
+            _command(ranks, arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=child_environment(EXITWAVE_LAUNCHED="1", **({"RANK": "0", "WORLD_SIZE": "1"} if ranks == 1 else {})),
+        )
+    kill = _killer(process)
+    session.interrupts.last_words.append(kill)
+    try:
+        _follow(session, process, tail, feed)
+    except BaseException:
+        kill()
+        raise
+    finally:
+        session.interrupts.last_words.remove(kill)
+    if process.returncode != 0:
+        raise _why(out, process.returncode, stopped=session.stop.is_set())
+
+
+def _command(ranks: int, arguments: Sequence[str]) -> list[str]:
+    if ranks == 1:
+        return guarded("exitwave.workflows", *arguments)
+    return guarded(
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={ranks}",
+        "--module",
+        "exitwave.workflows",
+        *arguments,
+    )
+
+
+def _refuse_other(out: Path, spec: Any, dataset_id: str, *, fresh: bool) -> None:
+    """Say at once, without starting anything, that the folder belongs to another training."""
+    path = out / "train.json"
+    if fresh or not path.exists():
+        return
+    from exitwave.train.spec import spec_difference
+
+    try:
+        before = json.loads(path.read_text())
+    except ValueError:
+        return  # the ranks will say what is wrong with it
+    difference = spec_difference(before.get("spec", {}), spec.canonical())
+    if before.get("dataset_id") != dataset_id:
+        difference.insert(0, f"data set: {before.get('dataset_id')} -> {dataset_id}")
+    if difference:
+        lines = "\n  ".join(difference)
+        raise UsageError(
+            f"{out}: belongs to another training (before -> now):\n  {lines}\nGive another --out, or --fresh to start again."
+        )
+
+
+def _killer(process: subprocess.Popen[bytes]) -> Callable[[], None]:
+    def kill() -> None:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    return kill
+
+
+def _follow(
+    session: Session, process: subprocess.Popen[bytes], tail: _Tail, feed: Callable[[Mapping[str, Any]], None]
+) -> None:
+    told = False
+    while True:
+        ended = process.poll() is not None
+        for event in tail.read():
+            feed(event)
+        if ended:
+            return
+        if session.stop.is_set() and not told:
+            process.terminate()
+            told = True
+        time.sleep(_POLL_S)
+
+
+class _Tail:
+    """New whole lines of a growing file of events."""
+
+    def __init__(self, path: Path, *, from_end: bool) -> None:
+        self.path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._inode = path.stat().st_ino if path.exists() else None
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:  # a fresh start removed the old log
+                    self._offset, self._inode = 0 if self._inode is not None else self._offset, inode
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        events = []
+        for line in whole.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                events.append(event)
+        return events
+
+
+def _why(out: Path, code: int, *, stopped: bool) -> ExitwaveError:
+    """The one error that explains how the ranks ended."""
+    errors = read_rank_errors(out)
+    log = out / "train.log"
+    if errors and not ("lost contact" in errors[0]["message"] and _killed(log)):
+        first = errors[0]
+        kind = _ERRORS.get(int(first["exit_code"]), ExitwaveError)
+        message = str(first["message"])
+        if not re.match(r"rank \d+", message) and kind is not InterruptedRunError:
+            message = f"rank {first['rank']}: {message}"
+        if kind is ExitwaveError:
+            message += f"\nThe traceback is in {out / 'rank-errors'}; all that the ranks printed is in {log}."
+        return kind(message)
+    if stopped:
+        return InterruptedRunError(f"{out}: the training was stopped before it could write another checkpoint.")
+    killed = _killed(log)
+    what = f"{killed} (out of memory, or by somebody)" if killed else f"the ranks ended with exit code {code}"
+    return ExitwaveError(
+        f"training: {what}. All that they printed is in {log}. The same command goes on from the last checkpoint."
+    )
+
+
+def _killed(log: Path) -> str:
+    """`rank 1 was killed by SIGKILL`, if torchrun's summary at the end of the log says so."""
+    try:
+        text = log.read_bytes()[-20_000:].decode(errors="replace")
+    except OSError:
+        return ""
+    found = re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*-(\d+)", text, flags=re.DOTALL)
+    for rank, number in found:
+        if int(number) != signal.SIGTERM:
+            return f"rank {rank} was killed by {signal.Signals(int(number)).name}"
+    return ""
+
+
+def training_document(out: Path, result: Any = None) -> dict[str, Any]:
+    """What a finished training says of itself."""
+    from exitwave.ingest.events import read_events
+
+    events = read_events(out / "events.jsonl")
+    steps = [e for e in events if e["kind"] == "train_step"]
+    last = steps[-1] if steps else {}
+    document: dict[str, Any] = {
+        "run": str(out),
+        "model": str(out / "model.pt"),
+        "steps": last.get("step"),
+        "loss": last.get("loss"),
+        "samples_per_s": last.get("samples_per_s"),
+    }
+    finished = [e for e in events if e["kind"] == "train_finished"]
+    seconds = finished[-1].get("seconds") if finished else None
+    took = f" in {human_seconds(float(seconds))}" if seconds is not None else ""
+    loss = f", loss {float(last['loss']):.4g}" if last.get("loss") is not None else ""
+    document["message"] = f"Trained {last.get('step', '?')} steps{took}{loss}: {out / 'model.pt'}"
+    return document
+
+
+def evaluate_run(session: Session, run: Path, data: Path, *, split: str, cache: Path | None) -> dict[str, Any]:
+    """Metrics of a trained run on `split`; the contract's `evaluate` document."""
+    from exitwave.train.evaluate import evaluate
+
+    document: dict[str, Any] = evaluate(run, data, split=split, cache=cache)
+    return document

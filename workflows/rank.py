@@ -1,0 +1,141 @@
+"""One rank of a training: what `exitwave train` does when torchrun or srun started it.
+
+A rank that fails writes its error to RUN/rank-errors/rank-N.json before it leaves, so that the launcher can show one
+readable message instead of every rank's traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
+from exitwave.ingest.files import write_atomic
+from exitwave.workflows.config import RankEnvironment
+from exitwave.workflows.guard import die_with_parent
+from exitwave.workflows.session import Session
+
+__all__ = ["RANK_ERRORS", "check_mesh", "clear_rank_errors", "read_rank_errors", "run_rank"]
+
+RANK_ERRORS = "rank-errors"
+
+
+def run_rank(
+    session: Session,
+    place: RankEnvironment,
+    config: Path,
+    data: Path,
+    out: Path,
+    *,
+    cache: Path | None,
+    mesh: str,
+    fresh: bool,
+    overrides: Sequence[str],
+) -> None:
+    """Train as the rank at `place`; leaves an error behind as a file and raises it."""
+    die_with_parent()
+    try:
+        _train(session, place, config, data, out, cache=cache, mesh=mesh, fresh=fresh, overrides=overrides)
+    except BaseException as error:
+        with suppress(OSError):
+            _write_error(out, place.rank, error)
+        raise
+
+
+def _train(
+    session: Session,
+    place: RankEnvironment,
+    config: Path,
+    data: Path,
+    out: Path,
+    *,
+    cache: Path | None,
+    mesh: str,
+    fresh: bool,
+    overrides: Sequence[str],
+) -> None:
+    from exitwave.workflows.train_config import read_training
+
+    check_mesh(mesh, place.world_size)
+    training = read_training(config, overrides)
+    from exitwave.train.mesh import RankInfo
+    from exitwave.train.trainer import train
+
+    info = RankInfo(rank=place.rank, world_size=place.world_size, local_rank=place.local_rank, init_method=place.init_method(out))
+    if place.ours or place.rank > 0:
+        train(training.spec, data=data, out=out, rank_info=info, cache=cache, fresh=fresh, stop=session.stop.is_set)
+        return
+    with session.progress() as feed:
+        result = train(
+            training.spec, data=data, out=out, rank_info=info, cache=cache, fresh=fresh, emit=feed_of(feed),
+            stop=session.stop.is_set,
+        )  # fmt: skip
+    from exitwave.workflows.launch import training_document
+
+    document = training_document(out, result)
+    session.result(document, lambda: document["message"])
+
+
+def feed_of(feed: Any) -> Any:
+    """An `emit(kind, **fields)` that feeds progress."""
+
+    def emit(kind: str, **fields: Any) -> None:
+        feed({"kind": kind, "t": time.time(), **fields})
+
+    return emit
+
+
+def check_mesh(mesh: str, world_size: int | None) -> None:
+    """`auto` or `DxS`. Raises UsageError for spatial ranks, or when D is not the number of ranks."""
+    if mesh == "auto":
+        return
+    d, x, s = mesh.partition("x")
+    if not (x and d.isdigit() and s.isdigit() and int(d) >= 1 and int(s) >= 1):
+        raise UsageError(f"--mesh {mesh}: expected auto or DxS, for example 2x1 for two data-parallel ranks.")
+    if int(s) != 1:
+        raise UsageError(f"--mesh {mesh}: spatial parallelism is not part of this version; expected {d}x1 or auto.")
+    if world_size is not None and int(d) != world_size:
+        raise UsageError(f"--mesh {mesh}: {d} data-parallel ranks, but there are {world_size} ranks.")
+
+
+def clear_rank_errors(out: Path) -> None:
+    """Forget the errors of an earlier attempt."""
+    shutil.rmtree(out / RANK_ERRORS, ignore_errors=True)
+
+
+def read_rank_errors(out: Path) -> list[dict[str, Any]]:
+    """What the ranks left behind, the cause first: those that only lost contact with another come last."""
+    errors = []
+    for path in sorted((out / RANK_ERRORS).glob("rank-*.json")):
+        with suppress(OSError, ValueError):
+            errors.append(json.loads(path.read_text()))
+    return sorted(errors, key=_blame)
+
+
+def _blame(error: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    lost = "lost contact" in str(error.get("message", ""))
+    return lost, error.get("exit_code") == InterruptedRunError.exit_code, float(error.get("t", 0))
+
+
+def _write_error(out: Path, rank: int, error: BaseException) -> None:
+    known = isinstance(error, ExitwaveError)
+    code = error.exit_code if isinstance(error, ExitwaveError) else 1
+    if isinstance(error, SystemExit) and not error.code:
+        return
+    record = {
+        "rank": rank,
+        "t": time.time(),
+        "exit_code": code,
+        "kind": type(error).__name__,
+        "message": str(error) if known else f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    folder = out / RANK_ERRORS
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / f"rank-{rank}.json", json.dumps(record).encode())

@@ -1,0 +1,102 @@
+"""What a report says, gathered from a run or a data set. No drawing, no HTML: records only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Example", "ReportData", "headline", "verdict"]
+
+Array = npt.NDArray[Any]
+
+METHODS = {
+    "model": ("the network", "what this run trained"),
+    "idpc": ("iDPC", "integrated quadrant signal, scale fitted on the validation set"),
+    "com": ("centre of mass", "integrated centre of mass, scale fitted on the validation set"),
+    "ptycho": ("ptychography", "iterative reconstruction"),
+    "mean": ("mean image", "the training set's mean potential, the same for every sample"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One sample to be shown. Images are (H, W) in V·Å by method name; `truth` always, others where they exist."""
+
+    formula: str
+    uid: int
+    split: str
+    cbed_centre: Array
+    cbed_mean: Array
+    q_sampling_per_A: float
+    pixel_A: float
+    images: Mapping[str, Array]
+    facts: Sequence[tuple[str, str]] = ()
+    rmse_VA: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportData:
+    """Everything that the page shows; what there is none of stays empty."""
+
+    title: str
+    kind: str  # "run" or "dataset"
+    sentence: str
+    good: bool | None = None
+    figures: Sequence[tuple[str, str]] = ()  # headline figures: (value, what it is)
+    metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    metrics_split: str = ""
+    metrics_n: int = 0
+    metrics_note: str = ""
+    by_thickness: Sequence[Mapping[str, Any]] = ()
+    by_dose: Sequence[Mapping[str, Any]] = ()
+    examples: Sequence[Example] = ()
+    loss: Sequence[tuple[float, float]] = ()
+    validation: Sequence[tuple[float, float]] = ()
+    loss_unit: str = "loss"
+    structures: Sequence[Mapping[str, Any]] = ()
+    rejected: Sequence[Mapping[str, str]] = ()
+    failures: Sequence[Mapping[str, Any]] = ()
+    splits: Sequence[tuple[str, int, int]] = ()  # name, structures, samples
+    rates: Sequence[tuple[str, str, str]] = ()  # what, value, note
+    stages: Sequence[tuple[str, float]] = ()  # name, seconds
+    provenance: Sequence[tuple[str, str]] = ()
+    configuration: str = ""
+
+
+def verdict(metrics: Mapping[str, Mapping[str, Any]]) -> tuple[bool | None, str]:
+    """Whether the network did better than knowing only the training set's mean image, in words."""
+    model, mean = metrics.get("model"), metrics.get("mean")
+    if not model or not mean or not model.get("rmse_VA") or not mean.get("rmse_VA"):
+        return None, ""
+    ratio = float(model["rmse_VA"]) / float(mean["rmse_VA"])
+    if ratio < 0.8:
+        return True, f"{100 * (1 - ratio):.0f} % below the error of the training set's mean image"
+    if ratio < 1:
+        return False, f"only {100 * (1 - ratio):.0f} % below the error of the training set's mean image: hardly learned"
+    return False, "no better than the training set's mean image: it has not learned"
+
+
+def headline(metrics: Mapping[str, Mapping[str, Any]], *, n: int, structures: int, split: str) -> str:
+    """What was done and whether it worked, in one sentence with the figures."""
+    model = metrics.get("model")
+    if not model:
+        return ""
+    where = f"{n} samples" + (f" of {structures} material{'s' * (structures != 1)}" if structures else "")
+    unseen = " that it never saw" if split != "train" else " that it was trained on"
+    sentence = (
+        f"On {where}{unseen}, the network reconstructs the projected potential with an error of "
+        f"{float(model['rmse_VA']):.3g} V·Å (RMSE)"
+    )
+    _, words = verdict(metrics)
+    if words:
+        sentence += f", {words} ({float(metrics['mean']['rmse_VA']):.3g} V·Å)"
+    others = [
+        f"{METHODS[name][0]} reaches {float(metrics[name]['rmse_VA']):.3g} V·Å"
+        for name in ("idpc", "com", "ptycho")
+        if metrics.get(name) and np.isfinite(float(metrics[name].get("rmse_VA") or np.nan))
+    ]
+    return sentence + (f"; from the same patterns {' and '.join(others)}." if others else ".")

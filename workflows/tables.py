@@ -1,0 +1,198 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from exitwave.workflows.progress import human_bytes, human_seconds
+
+__all__ = [
+    "doctor_table",
+    "failures_table",
+    "inspect_table",
+    "metrics_table",
+    "plan_table",
+    "sample_table",
+    "status_table",
+    "verify_table",
+]
+
+Row = Mapping[str, Any]
+
+
+def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def plan_table(document: Row) -> Group:
+    """What a campaign would do."""
+    rows = [
+        ("samples", f"{document['samples']} in {document['shards']} shards"),
+        ("structures", _splits(document)),
+        ("size", f"{human_bytes(document['bytes'])}" + _free(document)),
+    ]
+    if document.get("core_hours") is not None:
+        rows.append(("work", f"{document['core_hours']:.3g} core-hours"))
+    if document.get("eta_s") is not None:
+        workers = f" on {document['workers']} workers" if document.get("workers") else ""
+        rows.append(("duration", f"about {human_seconds(document['eta_s'])}{workers}"))
+    if document.get("memory_per_worker_bytes"):
+        rows.append(("memory", f"{human_bytes(document['memory_per_worker_bytes'])} a worker"))
+    parts: list[Any] = [_pairs(rows)]
+    if document["rejected"]:
+        table = _table("rejected", "why")
+        for row in document["rejected"]:
+            table.add_row(Text(str(row["source"])), Text(str(row["why"])))
+        parts += [Text(""), table]
+    return Group(*parts)
+
+
+def _splits(document: Row) -> str:
+    text = f"{document['structures']}"
+    splits = document.get("splits")
+    if isinstance(splits, Mapping):
+        text += " (" + ", ".join(f"{name}: {_count(value)}" for name, value in splits.items()) + ")"
+    return text + (f", {len(document['rejected'])} rejected" if document["rejected"] else "")
+
+
+def _count(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return str(value.get("structures", value.get("samples", "")))
+    return str(value)
+
+
+def _free(document: Row) -> str:
+    free = document.get("free_bytes")
+    return f", {human_bytes(free)} free on the disk" if free is not None else ""
+
+
+def status_table(document: Row) -> Group:
+    """How far a campaign is."""
+    samples, shards = document["samples"], document["shards"]
+    planned = samples.get("planned") or 0
+    done = f"{samples['committed']} of {planned}" + (f" ({100 * samples['committed'] / planned:.0f} %)" if planned else "")
+    more = [f"{samples[k]} {k}" for k in ("failed", "rejected") if samples.get(k)]
+    rows = [("state", str(document["state"]))] if document.get("state") else []
+    rows += [
+        ("samples", ", ".join([done, *more])),
+        ("shards", ", ".join(f"{value} {name}" for name, value in shards.items())),
+        ("attempts", str(document.get("attempts", ""))),
+    ]
+    if document.get("rate_samples_per_s"):
+        rows.append(("rate", f"{document['rate_samples_per_s']:.3g} samples/s"))
+    if document.get("eta_s"):
+        rows.append(("left", f"about {human_seconds(document['eta_s'])}"))
+    if document.get("cluster"):
+        rows.append(("cluster", str(document["cluster"])))
+    if document.get("dashboard"):
+        rows.append(("dashboard", str(document["dashboard"])))
+    parts: list[Any] = []
+    for name, value in (document.get("stages") or {}).items():
+        parts.append(_pairs([(f"{name:<9}", value)]))
+    return Group(*parts, _pairs(rows))
+
+
+def failures_table(rows: Sequence[Row]) -> Any:
+    """What failed."""
+    if not rows:
+        return "Nothing failed."
+    table = _table("task", "state", "attempts", "host", "why", right=("attempts",))
+    for row in rows:
+        cells = [row.get("task"), row.get("state"), row.get("attempts"), row.get("host"), row.get("why")]
+        table.add_row(*(Text("" if c is None else str(c)) for c in cells))
+    return table
+
+
+def verify_table(document: Row) -> Group:
+    """What a re-reading found."""
+    head = f"{document['shards']} shards, {document['samples']} samples, {human_bytes(document['bytes'])} read: "
+    if document["ok"]:
+        return Group(Text(head + "all whole."))
+    table = _table("shard", "sample", "field", "what is wrong")
+    for bad in document["bad"]:
+        uid = bad.get("uid")
+        cells = [bad.get("shard"), f"{uid:016x}" if isinstance(uid, int) else uid, bad.get("field"), bad.get("why")]
+        table.add_row(*(Text("" if c is None else str(c)) for c in cells))
+    return Group(Text(head + f"{len(document['bad'])} damaged or missing."), Text(""), table)
+
+
+def metrics_table(document: Row) -> Group:
+    """The network beside the classical methods."""
+    columns = (("rmse_VA", "RMSE V·Å"), ("rmse_V", "RMSE V"), ("rmse_V_fitted", "fitted V"), ("r2", "R²"))
+    columns += (("psnr", "PSNR dB"), ("ssim", "SSIM"))
+    names = [name for _, name in columns]
+    table = _table("method", *names, right=names)
+    for method, figures in document["metrics"].items():
+        table.add_row(method, *(_figure(figures.get(key)) for key, _ in columns), style="bold" if method == "model" else "")
+    speed = document.get("ms_per_sample")
+    tail = f"{document['n']} samples of split {document['split']}" + (f", {speed:.3g} ms a sample" if speed else "")
+    return Group(table, Text(""), Text(tail, style="dim"))
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, int | float) else "–"
+
+
+def inspect_table(document: Row) -> Group:
+    """What a shard or a data set holds."""
+    parts: list[Any] = [_pairs([(k, str(v)) for k, v in document.get("facts", {}).items()]), Text("")]
+    table = _table("field", "shape of a sample", "type", "unit", "axes")
+    for f in document.get("fields", ()):
+        table.add_row(f["name"], "×".join(map(str, f["shape"])), f["dtype"], f["unit"], " ".join(f["axes"]))
+    parts.append(table)
+    if document.get("structures"):
+        structures = _table("structure", "space group", "zone axis", "split", "samples", "source", right=("samples",))
+        for s in document["structures"]:
+            structures.add_row(
+                Text(str(s["formula"])),
+                str(s["space_group"]),
+                str(s["zone_axis"]),
+                str(s["split"]),
+                str(s["samples"]),
+                Text(str(s["source"])),
+            )
+        parts += [Text(""), structures]
+    if document.get("uids"):
+        parts += [Text(""), Text("first samples: " + "  ".join(document["uids"]))]
+    return Group(*parts)
+
+
+def sample_table(document: Row) -> Group:
+    """One sample's parameters."""
+    rows = [(k, str(v)) for k, v in document["params"].items()]
+    return Group(Text(f"sample {document['uid']}: {document['formula']}"), _pairs(rows), Text(f"picture: {document['picture']}"))
+
+
+_MARKS = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]"}
+
+
+def doctor_table(document: Row) -> Group:
+    """The checks of this machine."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in document["checks"]:
+        text = Text(str(check["found"]))
+        if check.get("hint"):
+            text.append(f"\n{check['hint']}", style="italic")
+        table.add_row(_MARKS[check["state"]], check["name"], text)
+    counts = {s: sum(c["state"] == s for c in document["checks"]) for s in ("ok", "warn", "fail")}
+    return Group(table, Text(""), Text(", ".join(f"{n} {s}" for s, n in counts.items())))

@@ -1,0 +1,243 @@
+"""The verbs from structures to data: init, plan, simulate, status, failures, verify, inspect, show, stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from exitwave.workflows.commands import DATA, ClusterOption, Debug, Json, Overrides, Quiet, Workers, verb
+from exitwave.workflows.session import open_session
+
+CampaignFile = Annotated[
+    Path, typer.Argument(metavar="CAMPAIGN.yaml", help="A campaign, or a pipeline whose `campaign:` section is used.")
+]
+DatasetFolder = Annotated[Path, typer.Argument(metavar="DATASET", help="The folder that `simulate --out` made.")]
+
+
+@verb(
+    "init",
+    panel=DATA,
+    purpose="Write a commented configuration to start from.",
+    example="exitwave init quickstart.yaml\nexitwave init big.yaml --template reconstruct",
+    then="Read the file (every choice is explained in it), then `exitwave plan FILE` to see what it would cost, "
+    "or `exitwave run FILE --out RUN` to do everything in one go.",
+    codes="0 written; 2 the file exists already, or no such template.",
+)
+def init(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write; it must not exist.")],
+    template: Annotated[
+        str, typer.Option("--template", metavar="NAME", help="quickstart (minutes) or reconstruct (hours).")
+    ] = "quickstart",
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.workflows.scaffold import write_template
+
+    with open_session(quiet=quiet) as session:
+        write_template(template, path)
+        session.note(f"Wrote {path}. Next: exitwave plan {path}")
+
+
+@verb(
+    "plan",
+    panel=DATA,
+    purpose="Say what a campaign would do and cost, without simulating it.",
+    more="Reads every structure, says which are rejected and why, counts samples, shards and bytes against the free disk, "
+    "and estimates core-hours and duration from a short calibration (a few seconds). Refuses what could not run.",
+    example="exitwave plan quickstart.yaml\nexitwave plan quickstart.yaml --set samples_per_structure=64 --json",
+    then="`exitwave simulate CAMPAIGN.yaml --out DATASET`, or `exitwave run` for a pipeline.",
+    codes="0 it can run (rejected structures are listed); 2 it cannot: configuration, no structure left, no room on disk.",
+)
+def plan(
+    campaign: CampaignFile,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DATASET", help="Where it would be written; its disk is checked.")
+    ] = None,
+    workers: Workers = None,
+    overrides: Overrides = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.workflows.campaigns import plan_document, read_campaign
+    from exitwave.workflows.tables import plan_table
+
+    with open_session(json=json, quiet=quiet) as session:
+        planned = read_campaign(campaign, overrides or ())
+        document = plan_document(planned, out=out or Path(), workers=workers)
+        session.result(document, lambda: plan_table(document))
+
+
+@verb(
+    "simulate",
+    panel=DATA,
+    purpose="Run a campaign: simulate its samples into a data set.",
+    more="Called again on the same DATASET it goes on: what is committed is never computed twice. Another campaign on it is "
+    "refused with the difference. The first Ctrl-C finishes the shards in hand, the second stops at once; both resume.",
+    example="exitwave simulate quickstart.yaml --out data/quick --workers 2\n"
+    "exitwave simulate quickstart.yaml --out data/one --cluster inline --set samples_per_structure=1",
+    then="`exitwave status DATASET` (also from another terminal while it runs), `exitwave verify DATASET`, "
+    "`exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    codes="0 all committed; 2 configuration; 3 finished, some shards failed (`exitwave failures DATASET`); 75 interrupted "
+    "or disk full, the same command goes on; 130 stopped at once.",
+)
+def simulate(
+    campaign: CampaignFile,
+    out: Annotated[Path, typer.Option("--out", metavar="DATASET", help="The data set's folder, made if needed.")],
+    cluster: ClusterOption = None,
+    workers: Workers = None,
+    overrides: Overrides = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.workflows.campaigns import exit_code_of, read_campaign, simulate_campaign
+
+    with open_session(json=json, quiet=quiet, what="the shards in hand") as session:
+        planned = read_campaign(campaign, overrides or ())
+        document = simulate_campaign(session, planned, out, cluster=cluster, workers=workers)
+        session.result(document, lambda: document["message"])
+        raise typer.Exit(exit_code_of(document))
+
+
+@verb(
+    "status",
+    panel=DATA,
+    purpose="Show how far a campaign is: samples and shards by state, rate, time left.",
+    more="Reads what is on disk, so it works from any terminal, while the campaign runs and after it died.",
+    example="exitwave status data/quick\nexitwave status data/quick --watch",
+    then="`exitwave failures DATASET` if shards failed; `exitwave verify DATASET` when all are committed.",
+    codes="0 shown; 2 no data set there.",
+)
+def status(
+    dataset: Annotated[
+        Path, typer.Argument(metavar="DATASET", help="A data set, or the folder of an `exitwave run`.")
+    ],
+    watch: Annotated[bool, typer.Option("--watch", help="Redraw every second until it ends or Ctrl-C.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.workflows.status import show_status, watch_status
+
+    with open_session(json=json, quiet=True, patient=True) as session:
+        (watch_status if watch and not json else show_status)(session, dataset)
+
+
+@verb(
+    "failures",
+    panel=DATA,
+    purpose="List what failed in a campaign, why and where.",
+    example="exitwave failures data/quick\nexitwave failures data/quick --json",
+    then="Mend the cause, then `exitwave simulate` again with the same DATASET: only what is missing runs.",
+    codes="0 shown (also when nothing failed); 2 no data set there.",
+)
+def failures(dataset: DatasetFolder, json: Json = False, quiet: Quiet = False, debug: Debug = False) -> None:
+    from exitwave.workflows.status import failures_of
+    from exitwave.workflows.tables import failures_table
+
+    with open_session(json=json, quiet=quiet) as session:
+        rows = failures_of(dataset)
+        session.result_list(rows, lambda: failures_table(rows))
+
+
+@verb(
+    "verify",
+    panel=DATA,
+    purpose="Read every byte of a data set again and compare it with its checksums.",
+    example="exitwave verify data/quick",
+    then="If something is damaged: the message names shard, sample and field. Delete the named file and run "
+    "`exitwave simulate` again to compute that shard anew.",
+    codes="0 all whole; 2 no data set there; 3 something is damaged or missing.",
+)
+def verify(dataset: DatasetFolder, json: Json = False, quiet: Quiet = False, debug: Debug = False) -> None:
+    from exitwave.ingest.verify import verify_dataset
+    from exitwave.workflows.campaigns import as_document
+    from exitwave.workflows.tables import verify_table
+
+    with open_session(json=json, quiet=quiet) as session:
+        report = verify_dataset(dataset)
+        document = as_document(report)
+        session.result(document, lambda: verify_table(document))
+        raise typer.Exit(0 if document["ok"] else 3)
+
+
+@verb(
+    "stage",
+    panel=DATA,
+    purpose="Copy a data set's shards to fast local storage, verified.",
+    more="A shard appears in the cache only whole and with the right checksum. Called again it copies what is missing; "
+    "two at once share the work of one.",
+    example="exitwave stage data/quick --cache /tmp/cache --capacity 20GB",
+    then="`exitwave train TRAIN.yaml --data DATASET --cache DIR --out RUN` reads from there.",
+    codes="0 staged; 2 configuration, or the capacity is too small; 3 a shard is damaged; 75 interrupted or disk full, the "
+    "same command goes on.",
+)
+def stage(
+    dataset: DatasetFolder,
+    cache: Annotated[Path, typer.Option("--cache", metavar="DIR", help="The cache's folder, made if needed.")],
+    capacity: Annotated[
+        str | None, typer.Option("--capacity", metavar="SIZE", help="At most this much, e.g. 20GB or 500MiB.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.workflows.campaigns import stage_dataset
+    from exitwave.workflows.config import parse_bytes
+
+    limit = parse_bytes(capacity) if capacity is not None else None
+    with open_session(json=json, quiet=quiet, what="the shard in hand") as session:
+        document = stage_dataset(session, dataset, cache, limit)
+        session.result(document, lambda: document["message"])
+
+
+@verb(
+    "inspect",
+    panel=DATA,
+    purpose="Say what a shard or a data set holds: fields, shapes, units, structures, parameters.",
+    example="exitwave inspect data/quick\nexitwave inspect data/quick/shards/3f/3f9c….h5",
+    then="`exitwave show DATASET UID` for one sample as pictures.",
+    codes="0 shown; 2 not a shard or a data set.",
+)
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A shard (.h5) or a data set's folder.")],
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.workflows.inspecting import inspect_path
+    from exitwave.workflows.tables import inspect_table
+
+    with open_session(json=json, quiet=quiet) as session:
+        document = inspect_path(file)
+        session.result(document, lambda: inspect_table(document))
+
+
+@verb(
+    "show",
+    panel=DATA,
+    purpose="Show one sample: its parameters, and a picture of its pattern and potential.",
+    more="UID is a sample's id as `inspect` lists them, or `#N` for the N-th sample of the data set.",
+    example="exitwave show data/quick '#0' --out sample.png",
+    then="Open the picture.",
+    codes="0 shown; 2 no such sample.",
+)
+def show(
+    dataset: DatasetFolder,
+    uid: Annotated[str, typer.Argument(metavar="UID", help="A sample's id, or #N.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.png", help="The picture; by default sample-UID.png here.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.workflows.inspecting import show_sample
+    from exitwave.workflows.tables import sample_table
+
+    with open_session(json=json, quiet=quiet) as session:
+        document: dict[str, Any] = show_sample(dataset, uid, out)
+        session.result(document, lambda: sample_table(document))

@@ -45,7 +45,8 @@ _CONDITION_SCALE = {
 class Preprocessing:
     """What was fixed before the first step and must be the same at prediction.
 
-    target_mean_VA, target_std_VA: over all label pixels of the training set.
+    target_mean_VA: over all label pixels of the training set.
+    target_std_VA: deviation of a label's pixels from that label's own mean, pooled over the training set.
     com_std, icom_std: deviation of the centre of mass over the disc's radius, and of its integral [V·Å].
     """
 
@@ -71,7 +72,8 @@ class Preprocessing:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Preprocessing:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**values)
 
 
 def noisy_counts(cbed: Array, spec: DataSpec, *, seed: int, epoch: int, uid: int) -> npt.NDArray[np.float32]:

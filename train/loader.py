@@ -1,0 +1,138 @@
+"""Batches of this rank: read, made noisy, augmented and laid out as the network's input.
+
+The order comes from the global sampler and the random numbers from keys, so a batch's content depends on (seed, epoch,
+uid) alone: not on the rank, nor on how many ranks or loader processes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from exitwave.ingest import GlobalSampler, ShardDataset
+from exitwave.ingest.errors import UsageError
+from exitwave.train.preprocess import (
+    Preprocessing,
+    augment,
+    centre_of_mass_images,
+    network_input,
+    noisy_counts,
+)
+from exitwave.train.spec import DataSpec, TrainSpec
+
+__all__ = ["EVALUATION_EPOCH", "Batch", "Prepare", "measure", "open_split", "rank_batches"]
+
+# The noise of validation and test patterns: no training epoch has this number.
+EVALUATION_EPOCH = -1
+# Statistics are taken over at most so many training samples, evenly spaced.
+_MEASURED_SAMPLES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Inputs (B, C, h, w), target (B, H, W) standardised, weight (B, H, W), and the uids in the same order."""
+
+    inputs: Tensor
+    target: Tensor
+    weight: Tensor
+    uids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Stored samples -> `Batch`; the `collate_fn` of the loader (it is pickled to loader processes)."""
+
+    data: DataSpec
+    preprocessing: Preprocessing
+    seed: int
+    epoch: int
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
+        inputs, targets, weights = [], [], []
+        for sample in samples:
+            uid, params = int(sample["uid"]), sample["params"]
+            counts = noisy_counts(sample["cbed"], self.data, seed=self.seed, epoch=self.epoch, uid=uid)
+            potential: Any = sample["potential"]
+            weight = np.ones(potential.shape, dtype=np.float32)
+            if self.epoch != EVALUATION_EPOCH:
+                counts, potential, weight, params = augment(
+                    counts, potential, params, self.data, seed=self.seed, epoch=self.epoch, uid=uid
+                )
+            inputs.append(network_input(counts, params, self.data, self.preprocessing))
+            targets.append(self.preprocessing.standardise(potential))
+            weights.append(np.ascontiguousarray(weight))
+        return Batch(
+            inputs=torch.from_numpy(np.stack(inputs)),
+            target=torch.from_numpy(np.stack(targets)),
+            weight=torch.from_numpy(np.stack(weights)),
+            uids=tuple(int(sample["uid"]) for sample in samples),
+        )
+
+
+def open_split(data: Path, split: str, *, cache: Path | None) -> ShardDataset:
+    """The samples of one split with patterns and label.
+
+    Raises:
+        UsageError: the split has none.
+    """
+    dataset = ShardDataset(data, fields=("cbed", "potential"), split=split, cache=cache)
+    if len(dataset) == 0:
+        raise UsageError(f"{data}: expected samples in split {split!r}, it has none")
+    return dataset
+
+
+def rank_batches(
+    dataset: ShardDataset, sampler: GlobalSampler, spec: TrainSpec, preprocessing: Preprocessing, *, epoch: int
+) -> Iterator[Batch]:
+    """This rank's batches from the sampler's position to the end of the epoch."""
+    workers: dict[str, Any] = {}
+    if spec.data.workers:
+        # forkserver: a rank has threads (gradients in flight), which a fork would freeze in the middle of things
+        workers = {"num_workers": spec.data.workers, "multiprocessing_context": "forkserver", "prefetch_factor": 2}
+    prepare = Prepare(data=spec.data, preprocessing=preprocessing, seed=spec.seed, epoch=epoch)
+    source: Any = dataset  # map-style by what it does, not by inheritance
+    return iter(DataLoader(source, batch_sampler=sampler, collate_fn=prepare, **workers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Statistics of the training set: the preprocessing, and the mean label (H, W) [V] over its thickness."""
+
+    preprocessing: Preprocessing
+    mean_image_V: Any
+
+
+def measure(dataset: ShardDataset, *, layout: str) -> Measured:
+    """One deterministic pass over (at most 1024 evenly spaced) training samples, noise-free."""
+    n = min(len(dataset), _MEASURED_SAMPLES)
+    indices = [i * len(dataset) // n for i in range(n)]
+    total = variance = com_square = icom_square = 0.0
+    mean_image: Any = 0.0
+    for index in indices:
+        sample = dataset[index]
+        potential = sample["potential"].astype(np.float64)
+        total += float(potential.mean())
+        variance += float(potential.var()) / n
+        mean_image = mean_image + potential / float(sample["params"]["thickness_A"]) / n
+        com, icom = centre_of_mass_images(sample["cbed"], sample["params"])
+        com_square += float((com**2).mean())
+        icom_square += float((icom**2).mean())
+    ry, rx, qy, qx = sample["cbed"].shape
+    preprocessing = Preprocessing(
+        layout=layout,
+        scan_shape=(ry, rx),
+        detector_shape=(qy, qx),
+        label_shape=(potential.shape[0], potential.shape[1]),
+        target_mean_VA=total / n,
+        target_std_VA=max(variance**0.5, 1e-6),
+        com_std=max((com_square / n) ** 0.5, 1e-9),
+        icom_std_VA=max((icom_square / n) ** 0.5, 1e-9),
+    )
+    return Measured(preprocessing=preprocessing, mean_image_V=np.asarray(mean_image, dtype=np.float32))

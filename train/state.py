@@ -1,0 +1,147 @@
+"""Checkpoints: the whole state of a training at a step, under its name only when complete.
+
+    RUN/checkpoints/step-00000120/   .metadata, *.distcp (torch.distributed.checkpoint), progress.json
+
+1. All ranks write their part of the model and the optimizer into `.step-00000120.part` (torch.distributed.checkpoint
+   writes each replicated tensor once and syncs the files).
+2. When all have, rank 0 adds progress.json: step, seconds trained, position of the sampler.
+3. Rank 0 syncs and renames the folder to its final name, syncs the parent, and removes all but the last `keep`.
+
+A kill at any point leaves either the checkpoint before or this one. Whatever ends in `.part` or `.old` is swept when
+the run is opened. Nothing in a checkpoint depends on the number of ranks, so another number may resume it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+
+from exitwave.ingest.errors import DamagedDataError
+from exitwave.train.mesh import Ranks
+
+__all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "sweep_checkpoints"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a training is. `sampler` is the state of the global sampler, `elapsed_s` the time spent in steps."""
+
+    step: int
+    elapsed_s: float
+    sampler: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def save_checkpoint(
+    folder: Path, ranks: Ranks, module: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, keep: int
+) -> Path:
+    """Writes the checkpoint of `progress.step` below `folder`; every rank calls it. See the module's docstring.
+
+    An error on rank 0 (no space, say) is raised by all ranks.
+    """
+    final = folder / f"step-{progress.step:08d}"
+    part = folder / f".{final.name}.part"
+    ranks.from_first(lambda: _make_clean(part))
+    error: Exception | None = None
+    try:
+        with _quiet():
+            save_parts(_state(module, optimizer), checkpoint_id=part, process_group=ranks.process_group)
+    except OSError as caught:
+        error = caught
+    ranks.agree(error=error)
+    ranks.from_first(lambda: _finish(part, final, progress, keep))
+    return final
+
+
+def load_checkpoint(path: Path, ranks: Ranks, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Loads model and optimizer in place; every rank calls it.
+
+    Raises:
+        DamagedDataError: the folder does not hold what this model needs.
+    """
+    state = _state(module, optimizer)
+    try:
+        with _quiet():
+            load_parts(state, checkpoint_id=path, process_group=ranks.process_group)
+        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return Progress(**json.loads((path / "progress.json").read_text()))
+    except (CheckpointException, OSError, KeyError, ValueError, TypeError) as error:
+        raise DamagedDataError(
+            f"{path}: expected a whole checkpoint of this model, could not load it ({error}); remove that folder to "
+            "resume from the checkpoint before, or train with --fresh"
+        ) from error
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step, or None."""
+    found = sorted(path for path in folder.glob("step-*") if path.is_dir())
+    return found[-1] if found else None
+
+
+def sweep_checkpoints(folder: Path) -> None:
+    """Removes what a killed run left half-written or half-removed."""
+    for path in (*folder.glob(".step-*.part"), *folder.glob(".step-*.old")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _make_clean(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+
+
+def _finish(part: Path, final: Path, progress: Progress, keep: int) -> None:
+    path = part / "progress.json"
+    with path.open("w") as stream:
+        json.dump(progress.to_json(), stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    _sync_folder(part)
+    if final.exists():
+        _remove(final)
+    part.rename(final)
+    _sync_folder(final.parent)
+    for old in sorted(final.parent.glob("step-*"))[:-keep]:
+        _remove(old)
+
+
+def _remove(checkpoint: Path) -> None:
+    # Out of sight first: a folder that is half removed must not carry a checkpoint's name.
+    doomed = checkpoint.with_name(f".{checkpoint.name}.old")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _quiet(warnings.catch_warnings):
+    """Silences torch's own deprecation notices inside torch.distributed.checkpoint."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)

@@ -9,7 +9,7 @@ _WHERE = {
     "GroupedAllreduce": "exitwave.train.allreduce",
 }
 
-__all__ = ["GroupedAllreduce"]  # noqa: F822 - resolved by __getattr__
+__all__ = ["GroupedAllreduce"]
 
 
 def __getattr__(name: str) -> Any:

@@ -151,7 +151,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class _StoreBoard:
-    """Notes in a torch.distributed store (the TCPStore of the rendezvous), under a prefix, on a connection of its own."""
+    """Notes in a torch.distributed store (the rendezvous' TCPStore), under a prefix, on a connection of its own."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
@@ -194,6 +194,7 @@ class TorchTransport:
             raise UsageError("no process group: call torch.distributed.init_process_group first, or run on one rank")
         parent = process_group if process_group is not None else dist.group.WORLD
         ranks = dist.get_process_group_ranks(parent)
+        _meet(parent, len(ranks), timeout_s, label)
         self._group = dist.new_group(
             ranks,
             backend=backend or dist.get_backend(parent),
@@ -229,7 +230,7 @@ class TorchTransport:
         return _GatherHandle(payload, self.size, self._start_counted)
 
     def _start_counted(self, output: torch.Tensor, own: torch.Tensor) -> _WorkHandle[torch.Tensor]:
-        work = self._start(dist.all_gather_into_tensor, output, own)
+        work = self._start(dist.all_gather, list(output.chunk(self.size)), own)
         return _WorkHandle(work, lambda: output, blocking_wait=self._blocking_wait)
 
     def _start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -237,6 +238,31 @@ class TorchTransport:
             return collective(*args, group=self._group, async_op=True, **kwargs)
         except RuntimeError as error:
             raise TransportError(f"the collective could not start: {_first_line(error)}") from error
+
+
+_meetings: dict[str, int] = {}
+
+
+def _meet(parent: Any, size: int, timeout_s: float, label: str) -> None:
+    """Wait until all ranks are here, so that a rank that never comes is named (torch's own barrier does not)."""
+    place = c10d._get_process_group_name(parent)
+    number = _meetings[place] = _meetings.get(place, 0) + 1
+    store = c10d._get_default_store()
+    key = f"exitwave/meet/{place}/{number}"
+    try:
+        store.set(f"{key}/{dist.get_rank(parent)}", label)
+        store.add(key, 1)
+        deadline = time.monotonic() + timeout_s
+        while store.add(key, 0) < size:
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
+                raise TransportError(
+                    f"rank {dist.get_rank(parent)} waited {timeout_s:g} s to open the {label} transport: "
+                    f"rank {', '.join(map(str, missing[:8]))} never came ({len(missing)} of {size} missing)"
+                )
+            time.sleep(0.005)
+    except RuntimeError as error:
+        raise TransportError(f"the rendezvous store does not answer: {_first_line(error)}") from error
 
 
 class _GatherHandle:

@@ -1,0 +1,26 @@
+"""The grouped-allreduce engine: gradients averaged over ranks, in tensor groups, without a coordinator.
+
+`GroupedAllreduce` wraps a module; `allreduce`, `grouped_allreduce` and `broadcast_parameters` work on tensors. Reading
+order, from a gradient to the wire: `engine` -> `schedules` -> `readiness` -> `negotiation` -> `fusion` ->
+`exitwave.train.transport`. `groups` and `cost` plan; `agreement` checks that ranks match; `stall` names who is missing.
+"""
+
+from __future__ import annotations
+
+from exitwave.train.allreduce.agreement import MismatchError
+from exitwave.train.allreduce.engine import Counters, GroupedAllreduce
+from exitwave.train.allreduce.groups import ByBytes, ByCount, ByLayerBlocks, GroupPlan, TensorGroup
+from exitwave.train.allreduce.stall import StallError, StallWarning
+
+__all__ = [
+    "ByBytes",
+    "ByCount",
+    "ByLayerBlocks",
+    "Counters",
+    "GroupPlan",
+    "GroupedAllreduce",
+    "MismatchError",
+    "StallError",
+    "StallWarning",
+    "TensorGroup",
+]

@@ -220,8 +220,8 @@ def plan_groups(tensors: Sequence[TensorInfo], grouping: Grouping) -> GroupPlan:
 def assign_blocks(parameter_names: Sequence[str], containers: frozenset[str] = frozenset()) -> dict[str, str]:
     """The block of each parameter: the path of the child of the root module that holds it.
 
-    A child that only holds others (`containers`: the paths of ModuleList, ModuleDict, Sequential) is looked through, and
-    so is a single child that holds everything.
+    A child that only holds others (`containers`: the paths of ModuleList, ModuleDict, Sequential) is looked through,
+    and so is a single child that holds everything.
 
     >>> assign_blocks(["stem.weight", "blocks.1.a.weight", "blocks.10.a.weight", "scale"], frozenset({"blocks"}))
     {'stem.weight': 'stem', 'blocks.1.a.weight': 'blocks.1', 'blocks.10.a.weight': 'blocks.10', 'scale': ''}

@@ -1,9 +1,9 @@
 """Readiness as bits: what each rank has ready, packed into the few words that one cycle exchanges. Pure.
 
-A message is a run of int64 words. Its first `STATUS_BITS` bits are status bits, the others one bit for each entry of the
-cache (1 = ready here). Messages are combined over the ranks by bitwise AND. The status bits are inverted, 0 means yes,
-so that AND acts as OR on them: the combined bit is 0 as soon as one rank said yes. 72 tensors need 16 bytes, 1,024 need
-136.
+A message is a run of int64 words. Its first `STATUS_BITS` bits are status bits, the others one bit for each entry of
+the cache (1 = ready here). Messages are combined over the ranks by bitwise AND. The status bits are inverted, 0 means
+yes, so that AND acts as OR on them: the combined bit is 0 as soon as one rank said yes. 72 tensors need 16 bytes, 1,024
+need 136.
 """
 
 from __future__ import annotations

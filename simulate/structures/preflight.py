@@ -67,9 +67,9 @@ def _check_overlap(atoms: Any) -> str | None:
 
 
 def _check_cif(text: str, atoms: Any) -> str | None:
-    from ase.io.cif import parse_cif
+    from io import StringIO
 
-    from io import StringIO  # noqa: I001
+    from ase.io.cif import parse_cif
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

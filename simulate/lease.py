@@ -1,0 +1,92 @@
+"""One controller at a time: a lease on the data set, held by a kernel lock, numbered by a fencing epoch.
+
+The lock dies with its process, so no lease is ever stale on one machine. The epoch, one higher at each start, stands in
+every line of the manifest that this controller writes: whatever an older controller might still write is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import FileLock, write_atomic
+
+__all__ = ["Lease", "lease_holder"]
+
+LEASE_NAME = "lease"
+_LOCK_NAME = ".lease.lock"
+
+
+class Lease:
+    """A context manager; inside it this process is the only controller of `root`, with number `epoch`.
+
+    Raises UsageError naming host and pid where another controller holds the data set.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.epoch = 0
+        self._lock = FileLock(root / _LOCK_NAME)
+
+    def __enter__(self) -> Lease:
+        if not self._lock.acquire():
+            holder = _read(self.root)
+            raise UsageError(
+                f"{self.root}: another controller is running this campaign: host {holder.get('host', 'unknown')}, "
+                f"pid {holder.get('pid', 'unknown')}. Wait for it, or stop it; nothing was started."
+            )
+        try:
+            self.epoch = int(_read(self.root).get("epoch", 0)) + 1
+            content = {
+                "epoch": self.epoch,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "since": time.time(),
+            }
+            write_atomic(self.root / LEASE_NAME, json.dumps(content).encode() + b"\n")
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+def _read(root: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((root / LEASE_NAME).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def lease_holder(root: Path) -> dict[str, Any] | None:
+    """Who controls the data set now ({epoch, host, pid, since}), or None where nobody does."""
+    if not (root / _LOCK_NAME).exists():
+        return None
+    probe = FileLock(root / _LOCK_NAME)
+    if _try_shared(root / _LOCK_NAME):
+        return None
+    del probe
+    return _read(root) or None
+
+
+def _try_shared(path: Path) -> bool:
+    """Whether nobody holds the exclusive lock. Takes a shared one for a moment, which writes nothing."""
+    import fcntl
+
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

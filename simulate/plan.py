@@ -1,0 +1,321 @@
+"""From a campaign to its tasks: read, check, orient and divide the structures, draw and check every sample.
+
+Nothing is simulated and nothing is written. The plan is the same on any machine, and everything after it, a resume
+included, compares itself with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION
+
+from .cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
+from .spec import CampaignSpec
+from .splits import SplitUnit, assign_splits
+from .structures.orient import OrientationError, orient
+from .structures.preflight import check_crystal, reduced_formula, symmetry_of
+from .structures.sources import Crystal, Rejected, read_sources
+from .tasks import (
+    SampleSpec,
+    StructureSpec,
+    TaskSpec,
+    canonical_json,
+    draw_sample,
+    fields_of,
+    reject_sample,
+    shard_id_of,
+)
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All tasks of a campaign, what was rejected, and what it is likely to cost."""
+
+    spec: CampaignSpec
+    campaign_hash: str
+    simulator: str
+    structures: tuple[StructureSpec, ...]
+    rejected: tuple[Rejected, ...]
+    rejected_samples: int
+    tasks: tuple[TaskSpec, ...]
+    warnings: tuple[str, ...]
+    core_seconds: float
+    bytes: int
+    memory_per_worker_bytes: int
+
+    @property
+    def n_samples(self) -> int:
+        return sum(len(task.sample_indices) for task in self.tasks)
+
+    def samples(self) -> Iterator[SampleSpec]:
+        """Every sample of the plan, task by task."""
+        for task in self.tasks:
+            yield from task.samples()
+
+    def by_split(self) -> dict[str, int]:
+        """Samples per split."""
+        counts: Counter[str] = Counter()
+        for task in self.tasks:
+            counts[task.split] += len(task.sample_indices)
+        return dict(counts)
+
+    def summary(self, *, workers: int = 1, calibration: Calibration | None = None) -> dict[str, Any]:
+        """The plan as JSON; core hours from the calibration where there is one, else from a model of the cost."""
+        seconds = calibration.core_seconds if calibration is not None else self.core_seconds
+        return {
+            "samples": self.n_samples,
+            "shards": len(self.tasks),
+            "structures": len({structure.index for structure in self.structures}),
+            "rejected": [{"source": r.source, "why": r.why} for r in self.rejected],
+            "rejected_samples": self.rejected_samples,
+            "splits": self.by_split(),
+            "bytes": self.bytes,
+            "core_hours": seconds / 3600.0,
+            "eta_s": seconds / max(1, workers),
+            "workers": workers,
+            "calibrated": calibration is not None,
+            "memory_per_worker_bytes": self.memory_per_worker_bytes,
+            "campaign_hash": self.campaign_hash,
+            "warnings": list(self.warnings),
+        }
+
+
+def make_plan(spec: CampaignSpec, *, base_dir: Path) -> Plan:
+    """Plan `spec`; relative paths in it start at `base_dir`.
+
+    Raises UsageError for a source that does not exist, splits that cannot be made, samples that are one experiment
+    twice, and where no structure remains.
+    """
+    rejected: list[Rejected] = []
+    found: list[StructureSpec] = []
+    fixed: list[str | None] = []
+    for crystal in read_sources(spec.structures, base_dir=base_dir):
+        if isinstance(crystal, Rejected):
+            rejected.append(crystal)
+            continue
+        for outcome in _prepare(crystal, spec):
+            if isinstance(outcome, Rejected):
+                rejected.append(outcome)
+            elif any((s.key, s.zone_axis) == (outcome.key, outcome.zone_axis) for s in found):
+                rejected.append(
+                    Rejected(source=outcome.source, why="it stands in the campaign twice; the first counts")
+                )
+            else:
+                found.append(outcome)
+                fixed.append(crystal.split)
+    if not found:
+        raise UsageError(f"structures: none remains of {len(rejected)}: {_reasons(rejected)}")
+    units = [
+        SplitUnit(key=s.key, source=s.source, formula=s.formula, prototype_group=s.prototype_group, fixed=f)
+        for s, f in zip(found, fixed, strict=True)
+    ]
+    structures: list[StructureSpec] = []
+    splits: list[str] = []
+    for structure, split in zip(found, assign_splits(units, spec.split, spec.seed), strict=True):
+        if split is None:
+            why = f"it shares its composition {structure.formula} with the test set and is of another prototype"
+            rejected.append(Rejected(source=structure.source, why=why))
+        else:
+            structures.append(replace(structure, index=len(structures)))
+            splits.append(split)
+    return _with_tasks(spec, structures, splits, rejected)
+
+
+def _reasons(rejected: list[Rejected]) -> str:
+    rows = [f"{r.source}: {r.why}" for r in rejected[:5]]
+    more = f"; and {len(rejected) - 5} more" if len(rejected) > 5 else ""
+    return "; ".join(rows) + more
+
+
+def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | Rejected]:
+    """A crystal as one StructureSpec per zone axis, or the reasons against it."""
+    reason = check_crystal(crystal)
+    if reason is not None:
+        yield Rejected(source=crystal.source, why=reason)
+        return
+    symmetry = symmetry_of(crystal.atoms)
+    for zone in crystal.zone_axes:
+        label = f"{crystal.source} along [{zone[0]} {zone[1]} {zone[2]}]"
+        try:
+            cell = orient(
+                crystal.atoms, zone, max_strain=spec.cell.max_strain, slice_thickness_A=spec.grid.slice_thickness_A
+            )
+        except OrientationError as error:
+            yield Rejected(source=label, why=str(error))
+            continue
+        nx, ny = (max(1, math.ceil(spec.cell.min_extent_A / length - 1e-9)) for length in cell.lengths_A[:2])
+        structure = StructureSpec(
+            index=0,
+            key=crystal.key,
+            source=crystal.source,
+            licence=crystal.licence,
+            formula=reduced_formula(crystal.atoms),
+            space_group=symmetry.space_group,
+            wyckoff=symmetry.wyckoff,
+            prototype_group=symmetry.prototype_group,
+            zone_axis=zone,
+            inplane_axis=cell.inplane_axis,
+            strain=cell.strain,
+            numbers=cell.numbers,
+            positions_A=cell.positions_A,
+            lengths_A=cell.lengths_A,
+            repeat_xy=(nx, ny),
+            slices=cell.slices,
+        )
+        reason = _check_size(structure, spec)
+        yield structure if reason is None else Rejected(source=label, why=reason)
+
+
+def _check_size(structure: StructureSpec, spec: CampaignSpec) -> str | None:
+    from .distributions import bounds
+
+    thickest = bounds(spec.sampling.thickness_A)[1]
+    periods = math.ceil(thickest / structure.lengths_A[2] - 1e-9)
+    atoms = len(structure.numbers) * structure.repeat_xy[0] * structure.repeat_xy[1] * max(1, periods)
+    if atoms > spec.cell.max_atoms:
+        return f"{atoms} atoms at {thickest:g} Å, cell.max_atoms is {spec.cell.max_atoms}"
+    points = max(structure.grid_yx(spec.grid.potential_sampling_A))
+    if points > spec.grid.max_gpts:
+        y, x = structure.extent_yx_A
+        return (
+            f"its supercell of {x:.1f} x {y:.1f} Å needs {points} grid points at {spec.grid.potential_sampling_A:g} Å, "
+            f"grid.max_gpts is {spec.grid.max_gpts}"
+        )
+    return None
+
+
+def _with_tasks(
+    spec: CampaignSpec, structures: list[StructureSpec], splits: list[str], rejected: list[Rejected]
+) -> Plan:
+    recipe = spec.recipe()
+    simulator = "abtem" if spec.simulator == "auto" else spec.simulator
+    campaign_hash = _campaign_hash(spec, structures, splits, simulator)
+    fields = fields_of(recipe)
+    tasks: list[TaskSpec] = []
+    used: list[StructureSpec] = []
+    seen: dict[int, SampleSpec] = {}
+    seconds = 0.0
+    lost = 0
+    memory = 0
+    for structure, split in zip(structures, splits, strict=True):
+        reasons: Counter[str] = Counter()
+        good: list[SampleSpec] = []
+        for k in range(spec.samples_per_structure):
+            sample = draw_sample(structure, recipe, k, split)
+            reason = reject_sample(sample)
+            if reason is not None:
+                reasons[reason] += 1
+                continue
+            _refuse_twins(seen, sample)
+            good.append(sample)
+            seconds += estimate_seconds(sample)
+            memory = max(memory, worker_memory_bytes(sample))
+        if reasons:
+            lost += sum(reasons.values())
+            part = f"{sum(reasons.values())} of {spec.samples_per_structure} samples: {reasons.most_common(1)[0][0]}"
+            rejected.append(Rejected(source=structure.source, why=part))
+        if good:
+            used.append(structure)
+        for start in range(0, len(good), spec.samples_per_shard):
+            chunk = good[start : start + spec.samples_per_shard]
+            index = len(tasks)
+            shard_id = shard_id_of(
+                index=index,
+                campaign_hash=campaign_hash,
+                simulator=simulator,
+                split=split,
+                fields=fields,
+                uids=tuple(sample.uid for sample in chunk),
+            )
+            tasks.append(
+                TaskSpec(
+                    index=index,
+                    campaign_hash=campaign_hash,
+                    simulator=simulator,
+                    structure=structure,
+                    recipe=recipe,
+                    split=split,
+                    sample_indices=tuple(sample.sample_index for sample in chunk),
+                    shard_id=shard_id,
+                )
+            )
+    if not tasks:
+        raise UsageError(f"sampling: no sample remains: {_reasons(rejected)}")
+    return Plan(
+        spec=spec,
+        campaign_hash=campaign_hash,
+        simulator=simulator,
+        structures=tuple(used),
+        rejected=tuple(rejected),
+        rejected_samples=lost,
+        tasks=tuple(tasks),
+        warnings=tuple(_warnings(spec, used)),
+        core_seconds=seconds,
+        bytes=sum(len(t.sample_indices) for t in tasks) * (sample_bytes(fields) + PARAMS_DTYPE.itemsize + 12)
+        + 64_000 * len(tasks),
+        memory_per_worker_bytes=memory,
+    )
+
+
+def _refuse_twins(seen: dict[int, SampleSpec], sample: SampleSpec) -> None:
+    """One uid, one sample. Two samples of one structure that are the same experiment are a slip of the campaign."""
+    other = seen.setdefault(sample.uid, sample)
+    if other is sample:
+        return
+    if other.structure.key == sample.structure.key and other.values == sample.values:
+        raise UsageError(
+            f"samples {other.sample_index} and {sample.sample_index} of {sample.structure.source} are the same "
+            "experiment: give a distribution to at least one parameter (scan_origin: random is one), or ask for "
+            "samples_per_structure: 1"
+        )
+    raise UsageError(
+        f"uid {sample.uid} belongs to two different samples ({other.structure.source} number {other.sample_index}, "
+        f"{sample.structure.source} number {sample.sample_index}); change `seed`"
+    )
+
+
+def _campaign_hash(spec: CampaignSpec, structures: list[StructureSpec], splits: list[str], simulator: str) -> str:
+    """sha256 of what is asked for and of the content of the structures; names of files and the title take no part."""
+    content = {
+        "version": SHARD_VERSION,
+        "recipe": spec.recipe().model_dump(mode="json"),
+        "samples": [spec.samples_per_structure, spec.samples_per_shard],
+        "simulator": simulator,
+        "structures": [[s.key, list(s.zone_axis), split] for s, split in zip(structures, splits, strict=True)],
+    }
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+
+
+def _warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[str]:
+    """What works but should be known."""
+    from .distributions import bounds
+    from .physics import wavelength_A
+
+    low_keV, high_keV = bounds(spec.sampling.energy_keV)
+    finest = min(2.0 * spec.detector.max_q(wavelength_A(e)) / max(spec.detector.shape) for e in (low_keV, high_keV))
+    coarse = [s.source for s in structures if 1.0 / min(s.extent_yx_A) > finest / 2.0]
+    if coarse:
+        yield (
+            f"{len(coarse)} structure(s), {coarse[0]} first: the detector's pixels of {finest:.3f} /Å are narrower than "
+            f"two points of the cell's own lattice; cell.min_extent_A of {math.ceil(2.0 / finest)} would avoid that "
+            "patterns show the supercell"
+        )
+    step = spec.scan.step_A
+    widest = bounds(spec.sampling.semiangle_mrad)[1] * 1e-3
+    nyquist = wavelength_A(high_keV) / (4.0 * widest)
+    if step > nyquist * 1.001:
+        yield f"scan.step_A of {step:g} Å undersamples the probe: at most {nyquist:.2f} Å (lambda / 4 alpha) resolves it"
+    strained = [s for s in structures if s.strain > 1e-6]
+    if strained:
+        worst = max(strained, key=lambda s: s.strain)
+        yield f"{len(strained)} structure(s) are strained to be orthogonal, {worst.source} the most: {worst.strain:.2%}"

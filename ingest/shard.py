@@ -9,6 +9,7 @@ The same task run twice makes the same bytes.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ __all__ = ["ShardReader", "ShardWriter", "Structure", "read_extents"]
 
 # Threshold 1 would align every small table too and bloat small shards 3.6 times.
 _ALIGNMENT = {"alignment_threshold": 65536, "alignment_interval": 4096}
+_METADATA = 65536  # bytes: more than HDF5's own records take for a file or for a structure
 _LIBVER = ("earliest", "v110")
 
 
@@ -107,6 +109,9 @@ class ShardWriter:
         with disk_full_means_interrupted(self.dataset, self._needed):
             folder.mkdir(parents=True, exist_ok=True)
             self._part = part_path(folder, self.shard_id)
+            disk = os.statvfs(folder)
+            if disk.f_bavail * disk.f_frsize < self._needed + _METADATA:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             try:
                 self._lay_out(self._part)
                 self._extents = {extent.field: extent for extent in read_extents(self._part)}
@@ -227,6 +232,7 @@ class ShardWriter:
         self._fd = None
         final = self.dataset / shard_path(self.shard_id)
         with disk_full_means_interrupted(self.dataset, self._needed):
+            self._reserve_for_structures(self._part)
             self._add_structures(self._part)
             published = describe_shard(self._part, shard_path(self.shard_id))
             if published.extents != tuple(self._extents.values()):
@@ -235,6 +241,18 @@ class ShardWriter:
             publish(self._part, final)
         self._part = None
         return published
+
+    def _reserve_for_structures(self, path: Path) -> None:
+        # HDF5 cannot close a file whose last blocks it could not write, so it must never meet a full disk: reserve
+        # more than the structures take; closing cuts the file to its true length.
+        need = _METADATA
+        for structure in self._structures.values():
+            need += _METADATA + structure.numbers.nbytes + structure.positions_A.nbytes + 4 * len(str(structure.info))
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, os.fstat(fd).st_size, need)
+        finally:
+            os.close(fd)
 
     def _add_structures(self, path: Path) -> None:
         with h5py.File(path, "r+", libver=_LIBVER, **_ALIGNMENT) as file:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .campaign import CampaignResult, run_campaign
-    from .cluster import make_cluster
-    from .cost import calibrate
-    from .plan import Plan, make_plan
-    from .simulator import Sample, get_simulator, simulate_sample
-    from .spec import CampaignSpec
-    from .state import campaign_failures, campaign_status
-    from .tasks import SampleSpec, TaskSpec
+    from exitwave.simulate.campaign import CampaignResult, run_campaign
+    from exitwave.simulate.cluster import make_cluster
+    from exitwave.simulate.cost import calibrate
+    from exitwave.simulate.plan import Plan, make_plan
+    from exitwave.simulate.simulator import Sample, get_simulator, simulate_sample
+    from exitwave.simulate.spec import CampaignSpec
+    from exitwave.simulate.state import campaign_failures, campaign_status
+    from exitwave.simulate.tasks import SampleSpec, TaskSpec
 
 __all__ = [
     "CampaignResult",

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .detector import overlap_matrix, resample
-from .label import lattice_points, project_label
-from .simulator import Sample
-from .tasks import SampleSpec, StructureSpec
-from .threads import single_threaded
+from exitwave.simulate.detector import overlap_matrix, resample
+from exitwave.simulate.label import lattice_points, project_label
+from exitwave.simulate.simulator import Sample
+from exitwave.simulate.tasks import SampleSpec, StructureSpec
+from exitwave.simulate.threads import single_threaded
 
 __all__ = ["AbtemSimulator", "batch_positions", "configure_abtem"]
 

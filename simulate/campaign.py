@@ -27,14 +27,13 @@ from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.files import sweep_parts, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, ManifestWriter, create_dataset, load_manifest
 from exitwave.ingest.records import Header, PublishedShard
-
-from .cluster import Cluster, Outcome
-from .cost import estimate_seconds
-from .lease import Lease
-from .plan import Plan
-from .state import PLAN_NAME
-from .tasks import TaskSpec, fields_of
-from .worker import run_task
+from exitwave.simulate.cluster import Cluster, Outcome
+from exitwave.simulate.cost import estimate_seconds
+from exitwave.simulate.lease import Lease
+from exitwave.simulate.plan import Plan
+from exitwave.simulate.state import PLAN_NAME
+from exitwave.simulate.tasks import TaskSpec, fields_of
+from exitwave.simulate.worker import run_task
 
 __all__ = ["CampaignResult", "disk_shortage", "run_campaign"]
 

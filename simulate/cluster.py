@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from exitwave.ingest.errors import InterruptedRunError, UsageError
-
-from .worker import prepare_worker
+from exitwave.simulate.worker import prepare_worker
 
 __all__ = ["Cluster", "Outcome", "make_cluster"]
 
@@ -157,7 +156,7 @@ class _DaskCluster:
         self._futures: dict[str, Any] = {}
 
     def _register(self, simulator: str) -> None:
-        """Every worker, also one that starts later in the place of a dead one, prepares itself before its first task."""
+        """Each worker, also one started later in the place of a dead one, prepares itself before its first task."""
         from distributed import WorkerPlugin
 
         class PrepareWorker(WorkerPlugin):

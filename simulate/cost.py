@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from exitwave.ingest.schema import FieldSpec
-
-from .tasks import SampleSpec
+from exitwave.simulate.tasks import SampleSpec
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from exitwave.simulate.plan import Plan
 
 __all__ = ["Calibration", "calibrate", "estimate_seconds", "sample_bytes", "worker_memory_bytes"]
 
@@ -51,7 +50,7 @@ def sample_bytes(fields: Iterable[FieldSpec]) -> int:
 def worker_memory_bytes(sample: SampleSpec) -> int:
     """Peak memory of a worker: about 5 x batch x grid x 8 bytes of waves, and the slices in float32, twice while they
     are built, beside what a worker holds from its start."""
-    from .abtem_backend import batch_positions
+    from exitwave.simulate.abtem_backend import batch_positions
 
     points = sample.grid_yx[0] * sample.grid_yx[1]
     waves = 5 * batch_positions(sample.grid_yx) * points * 8
@@ -65,11 +64,11 @@ def sample_bytes_of(sample: SampleSpec) -> int:
 
 
 def calibrate(plan: Plan, *, budget_s: float = 10.0) -> Calibration:
-    """Simulate the cheapest sample of each grid, most common grids first, until `budget_s` is spent; scale by the model.
+    """Simulate the cheapest sample of each grid, costliest grids first, for `budget_s`; scale by the model.
 
     The first sample of all is simulated twice, since the first run compiles and imports.
     """
-    from .simulator import get_simulator
+    from exitwave.simulate.simulator import get_simulator
 
     cheapest: dict[tuple[int, int], SampleSpec] = {}
     weight: dict[tuple[int, int], float] = {}

@@ -1,10 +1,11 @@
 """From the grid of a simulation to a detector of fixed shape, keeping what a detector measures.
 
 A grid of N points over a cell of length L samples diffraction space at q = n / L, and every material has its own L. A
-network wants one and the same detector. Here each point of the grid spreads evenly over a square as wide as a detector
-pixel, and each pixel receives the overlapping area. Because the spread is a whole number of pixels wide, the sum *and*
-the centre of mass of a pattern are kept exactly, wherever a point lies between two pixels; a narrower spread would round
-the centre of mass, and the nearest pixel alone would print the supercell's own lattice onto the data.
+network wants one and the same detector. Here each point of the grid spreads evenly over a square as wide as a
+detector pixel, and each pixel receives the overlapping area. Because the spread is a whole number of pixels wide, the
+sum *and* the centre of mass of a pattern are kept exactly, wherever a point lies between two pixels; a narrower
+spread would round the centre of mass, and the nearest pixel alone would print the supercell's own lattice onto the
+data.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["overlap_matrix", "pixel_frequencies", "resample"]
 
 def pixel_frequencies(pixels: int, sampling_per_A: float) -> NDArray[np.float64]:
     """Centre of each detector pixel along one axis, 1/Å; zero frequency at [pixels // 2]. Shape (pixels,)."""
-    return (np.arange(pixels) - pixels // 2) * sampling_per_A
+    return (np.arange(pixels, dtype=np.float64) - pixels // 2) * sampling_per_A
 
 
 def overlap_matrix(points: int, extent_A: float, pixels: int, sampling_per_A: float) -> NDArray[np.float64]:

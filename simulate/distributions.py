@@ -12,11 +12,22 @@ import hashlib
 import math
 from collections.abc import Iterator
 from statistics import NormalDist
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["Choice", "Distribution", "Linspace", "LogUniform", "Normal", "Uniform", "bounds", "draw", "uniform_stream"]
+__all__ = [
+    "Choice",
+    "Distribution",
+    "Linspace",
+    "LogUniform",
+    "Normal",
+    "Uniform",
+    "bounds",
+    "draw",
+    "parse",
+    "uniform_stream",
+]
 
 _MASK = (1 << 64) - 1
 
@@ -150,7 +161,6 @@ def _kind(value: Any) -> str:
 
 
 Distribution = float | Choice | Uniform | LogUniform | Normal | Linspace
-AnyDrawn = Annotated[Any, Field()]
 
 
 def parse(value: Any) -> Distribution:
@@ -187,6 +197,3 @@ def bounds(distribution: Distribution) -> tuple[float, float]:
     if isinstance(distribution, float | int):
         return float(distribution), float(distribution)
     return distribution.limits()
-
-
-DistributionKind = Literal["constant", "choice", "uniform", "loguniform", "normal", "linspace"]

@@ -6,6 +6,7 @@ every line of the manifest that this controller writes: whatever an older contro
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -73,17 +74,13 @@ def lease_holder(root: Path) -> dict[str, Any] | None:
     """Who controls the data set now ({epoch, host, pid, since}), or None where nobody does."""
     if not (root / _LOCK_NAME).exists():
         return None
-    probe = FileLock(root / _LOCK_NAME)
-    if _try_shared(root / _LOCK_NAME):
+    if _is_free(root / _LOCK_NAME):
         return None
-    del probe
     return _read(root) or None
 
 
-def _try_shared(path: Path) -> bool:
+def _is_free(path: Path) -> bool:
     """Whether nobody holds the exclusive lock. Takes a shared one for a moment, which writes nothing."""
-    import fcntl
-
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -16,14 +16,13 @@ from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION
-
-from .cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
-from .spec import CampaignSpec
-from .splits import SplitUnit, assign_splits
-from .structures.orient import OrientationError, orient
-from .structures.preflight import check_crystal, reduced_formula, symmetry_of
-from .structures.sources import Crystal, Rejected, read_sources
-from .tasks import (
+from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
+from exitwave.simulate.spec import CampaignSpec
+from exitwave.simulate.splits import SplitUnit, assign_splits
+from exitwave.simulate.structures.orient import OrientationError, orient
+from exitwave.simulate.structures.preflight import check_crystal, reduced_formula, symmetry_of
+from exitwave.simulate.structures.sources import Crystal, Rejected, read_sources
+from exitwave.simulate.tasks import (
     SampleSpec,
     StructureSpec,
     TaskSpec,
@@ -177,7 +176,7 @@ def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | R
 
 
 def _check_size(structure: StructureSpec, spec: CampaignSpec) -> str | None:
-    from .distributions import bounds
+    from exitwave.simulate.distributions import bounds
 
     thickest = bounds(spec.sampling.thickness_A)[1]
     periods = math.ceil(thickest / structure.lengths_A[2] - 1e-9)
@@ -298,15 +297,15 @@ def _campaign_hash(spec: CampaignSpec, structures: list[StructureSpec], splits: 
 
 def _warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[str]:
     """What works but should be known."""
-    from .distributions import bounds
-    from .physics import wavelength_A
+    from exitwave.simulate.distributions import bounds
+    from exitwave.simulate.physics import wavelength_A
 
     low_keV, high_keV = bounds(spec.sampling.energy_keV)
     finest = min(2.0 * spec.detector.max_q(wavelength_A(e)) / max(spec.detector.shape) for e in (low_keV, high_keV))
     coarse = [s.source for s in structures if 1.0 / min(s.extent_yx_A) > finest / 2.0]
     if coarse:
         yield (
-            f"{len(coarse)} structure(s), {coarse[0]} first: the detector's pixels of {finest:.3f} /Å are narrower than "
+            f"{len(coarse)} structure(s), {coarse[0]} first: pixels of {finest:.3f} /Å are narrower than "
             f"two points of the cell's own lattice; cell.min_extent_A of {math.ceil(2.0 / finest)} would avoid that "
             "patterns show the supercell"
         )
@@ -314,7 +313,7 @@ def _warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[s
     widest = bounds(spec.sampling.semiangle_mrad)[1] * 1e-3
     nyquist = wavelength_A(high_keV) / (4.0 * widest)
     if step > nyquist * 1.001:
-        yield f"scan.step_A of {step:g} Å undersamples the probe: at most {nyquist:.2f} Å (lambda / 4 alpha) resolves it"
+        yield f"scan.step_A of {step:g} Å undersamples the probe: up to {nyquist:.2f} Å (lambda / 4 alpha) resolve it"
     strained = [s for s in structures if s.strain > 1e-6]
     if strained:
         worst = max(strained, key=lambda s: s.strain)

@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from exitwave.ingest.errors import UsageError
-
-from .tasks import SampleSpec
+from exitwave.simulate.tasks import SampleSpec
 
 __all__ = ["Sample", "Simulator", "get_simulator", "simulate_sample", "simulator_names"]
 
@@ -40,11 +39,11 @@ def simulator_names() -> tuple[str, ...]:
 def get_simulator(name: str = "auto") -> Simulator:
     """A simulator by name; `auto` is the reference, abTEM. Raises UsageError naming those that exist."""
     if name in ("auto", "abtem"):
-        from .abtem_backend import AbtemSimulator
+        from exitwave.simulate.abtem_backend import AbtemSimulator
 
         return AbtemSimulator()
     if name == "weak-phase":
-        from .weak_phase import WeakPhaseSimulator
+        from exitwave.simulate.weak_phase import WeakPhaseSimulator
 
         return WeakPhaseSimulator()
     raise UsageError(f"simulator {name!r} does not exist; there are auto, {', '.join(simulator_names())}")

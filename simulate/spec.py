@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from .distributions import Distribution, bounds, parse
+from exitwave.simulate.distributions import Distribution, bounds, parse
 
 __all__ = [
     "BuilderCall",

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exitwave.ingest.errors import UsageError
-
-from .spec import SplitSpec
+from exitwave.simulate.spec import SplitSpec
 
 __all__ = ["SplitUnit", "assign_splits"]
 

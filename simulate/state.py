@@ -15,8 +15,7 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import load_manifest
-
-from .lease import lease_holder
+from exitwave.simulate.lease import lease_holder
 
 __all__ = ["TaskState", "campaign_failures", "campaign_status", "replay"]
 

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, STANDARD_FIELDS, FieldSpec
-
-from .distributions import draw, uniform_stream
-from .label import label_bandlimit
-from .physics import (
+from exitwave.simulate.distributions import draw, uniform_stream
+from exitwave.simulate.label import label_bandlimit
+from exitwave.simulate.physics import (
     ANTIALIAS_CUTOFF,
     ANTIALIAS_TAPER,
     antialias_angle_mrad,
@@ -28,7 +27,7 @@ from .physics import (
     smooth_size,
     wavelength_A,
 )
-from .spec import Recipe
+from exitwave.simulate.spec import Recipe
 
 __all__ = ["SampleSpec", "StructureSpec", "TaskSpec", "canonical_json", "draw_sample", "fields_of", "reject_sample"]
 
@@ -156,10 +155,9 @@ class SampleSpec:
     def params(self, *, captured_fraction: float) -> np.void:
         """The sample's row of `/params`."""
         structure, recipe = self.structure, self.recipe
-        row = np.zeros((), dtype=PARAMS_DTYPE)
+        row = np.zeros(1, dtype=PARAMS_DTYPE)
         for name, value in self.values.items():
-            if name in PARAMS_DTYPE.names and name != "thickness_A":
-                row[name] = value
+            row[name] = value
         q_y, q_x = self.q_sampling_yx_per_A
         given: dict[str, Any] = {
             "aperture_soft": 1,
@@ -199,7 +197,8 @@ class SampleSpec:
         }
         for name, value in given.items():
             row[name] = value
-        return row[()]
+        record: np.void = row[0]
+        return record
 
 
 def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, split: str) -> SampleSpec:

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .detector import overlap_matrix, resample
-from .label import lattice_points, project_label
-from .physics import ANTIALIAS_CUTOFF, ANTIALIAS_TAPER, interaction_parameter, wavelength_A
-from .simulator import Sample
-from .tasks import SampleSpec
-from .threads import single_threaded
+from exitwave.simulate.detector import overlap_matrix, resample
+from exitwave.simulate.label import lattice_points, project_label
+from exitwave.simulate.physics import ANTIALIAS_CUTOFF, ANTIALIAS_TAPER, interaction_parameter, wavelength_A
+from exitwave.simulate.simulator import Sample
+from exitwave.simulate.tasks import SampleSpec
+from exitwave.simulate.threads import single_threaded
 
 __all__ = ["WeakPhaseSimulator", "aberration_phase", "probe_spectrum", "wentzel_projected"]
 

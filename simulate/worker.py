@@ -20,10 +20,9 @@ from exitwave.ingest.records import StructureInfo
 from exitwave.ingest.schema import PARAMS_DTYPE
 from exitwave.ingest.shard import ShardWriter
 from exitwave.ingest.shard_check import find_published
-
-from .simulator import Simulator, get_simulator
-from .tasks import StructureSpec, TaskSpec, fields_of
-from .threads import limit_threads
+from exitwave.simulate.simulator import Simulator, get_simulator
+from exitwave.simulate.tasks import StructureSpec, TaskSpec, fields_of
+from exitwave.simulate.threads import limit_threads
 
 __all__ = ["prepare_worker", "run_task", "structure_info"]
 
@@ -31,7 +30,7 @@ _simulators: dict[str, Simulator] = {}
 
 
 def prepare_worker(simulator: str) -> dict[str, str]:
-    """Once per process, before its first task: import and configure the simulator, one thread each. Returns versions."""
+    """Once per process, before its first task: import and configure the simulator, one thread. Returns versions."""
     if simulator not in _simulators:
         _simulators[simulator] = get_simulator(simulator)
         limit_threads()

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..physics import slices_per_period
+from exitwave.simulate.physics import slices_per_period
 
 __all__ = ["OrientationError", "OrientedCell", "orient"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import warnings
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .sources import Crystal
+from exitwave.simulate.structures.sources import Crystal
 
 __all__ = ["Symmetry", "check_crystal", "reduced_formula", "symmetry_of"]
 
@@ -67,13 +68,11 @@ def _check_overlap(atoms: Any) -> str | None:
 
 
 def _check_cif(text: str, atoms: Any) -> str | None:
-    from io import StringIO
-
     from ase.io.cif import parse_cif
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        block = next(iter(parse_cif(StringIO(text))), None)
+        block = next(iter(parse_cif(io.StringIO(text))), None)
     if block is None:
         return "the CIF holds no data block"
     occupancies = block.get("_atom_site_occupancy")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import warnings
 from collections.abc import Iterator
@@ -18,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
-
-from ..spec import StructureSource
-from .prototypes import build_prototype
+from exitwave.simulate.spec import StructureSource
+from exitwave.simulate.structures.prototypes import build_prototype
 
 __all__ = ["Crystal", "Rejected", "library_names", "read_sources"]
 
@@ -125,7 +125,7 @@ def _read_cif_patterns(source: StructureSource, base_dir: Path, where: str) -> I
             files = sorted(path.rglob("*.cif"))
             missing = f"the folder {path} holds no .cif file"
         elif any(mark in pattern for mark in "*?["):
-            files = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
+            files = sorted(Path(found) for found in glob.glob(str(path), recursive=True))  # noqa: PTH207
             missing = f"no file matches {path}"
         else:
             files = [path] if path.is_file() else []
@@ -142,15 +142,13 @@ def _read_cif_patterns(source: StructureSource, base_dir: Path, where: str) -> I
 
 
 def _parse_cif(source: StructureSource, data: bytes, label: str, licence: str) -> Crystal | Rejected:
-    from io import StringIO
-
     from ase.io import read
 
     text = data.decode("utf-8", errors="replace")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            atoms = read(StringIO(text), format="cif")
+            atoms = read(io.StringIO(text), format="cif")
     except Exception as error:  # ASE's reader raises anything from KeyError to AssertionError on odd files
         return Rejected(source=label, why=f"ASE cannot read it as CIF: {type(error).__name__}: {error}")
     return _crystal(source, atoms, label, licence, hashlib.sha256(data).hexdigest(), text)

@@ -9,18 +9,38 @@ from __future__ import annotations
 
 from exitwave.train.allreduce.agreement import MismatchError
 from exitwave.train.allreduce.engine import Counters, GroupedAllreduce
+from exitwave.train.allreduce.functional import (
+    Average,
+    Max,
+    Min,
+    Op,
+    Product,
+    Sum,
+    allreduce,
+    broadcast_parameters,
+    grouped_allreduce,
+)
 from exitwave.train.allreduce.groups import ByBytes, ByCount, ByLayerBlocks, GroupPlan, TensorGroup
 from exitwave.train.allreduce.stall import StallError, StallWarning
 
 __all__ = [
+    "Average",
     "ByBytes",
     "ByCount",
     "ByLayerBlocks",
     "Counters",
     "GroupPlan",
     "GroupedAllreduce",
+    "Max",
+    "Min",
     "MismatchError",
+    "Op",
+    "Product",
     "StallError",
     "StallWarning",
+    "Sum",
     "TensorGroup",
+    "allreduce",
+    "broadcast_parameters",
+    "grouped_allreduce",
 ]

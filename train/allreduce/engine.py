@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from exitwave.train.allreduce.agreement import broadcast_tensors, describe, veri
 from exitwave.train.allreduce.fusion import FusionBuffers
 from exitwave.train.allreduce.groups import GroupPlan
 from exitwave.train.allreduce.schedules import BitvectorSchedule, Schedule, StaticSchedule, plan_requests
-from exitwave.train.allreduce.stall import Watch
+from exitwave.train.allreduce.stall import Progress, Watch
 from exitwave.train.transport import Handle, TorchTransport, Transport
 
 __all__ = ["Counters", "GroupedAllreduce"]
@@ -255,7 +255,7 @@ class GroupedAllreduce(nn.Module):
             return
         if not self._running:
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if name not in self._remaining[group]:
             self._fail(
                 UsageError(f"the gradient of {name} became ready twice in one backward pass (reentrant checkpoint?)")
@@ -326,7 +326,7 @@ class GroupedAllreduce(nn.Module):
         self.counters.cycles = self._schedule.cycles
         self.counters.exposed_s += time.perf_counter() - begun
 
-    def _attach(self, group: int, members: list[tuple[str, torch.Tensor]]) -> None:
+    def _attach(self, group: int, members: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Let `.grad` be the reduced view wherever some rank had a gradient."""
         weight, used = self._fusion.read_tail(group)
         whole = self.world_size / self._divisor
@@ -375,11 +375,11 @@ class GroupedAllreduce(nn.Module):
         shown = ", ".join(names[:4]) + (f", … ({len(names)} tensors)" if len(names) > 4 else "")
         return f"tensor group {', '.join(map(str, run))} of {len(self.plan)} ({shown})"
 
-    def _note(self) -> tuple[int, str, list[str]]:
+    def _note(self) -> Progress:
         """For the heartbeat thread: reads only, tolerates any moment."""
-        phase = "backward" if self._running else "idle"
         missing = [name for left in list(self._remaining) for name in list(left)]
-        return self.counters.steps, phase, missing
+        phase = "backward" if self._running else "idle"
+        return Progress(step=self.counters.steps, phase=phase, missing=tuple(missing))
 
 
 def _check_options(protocol: str, overlap: str, compression: str | None, timeout_s: float) -> None:
@@ -410,7 +410,7 @@ def _make_plan(
     module: nn.Module, trainable: Mapping[str, torch.Tensor], grouping: str | groups.Grouping | GroupPlan
 ) -> GroupPlan:
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, nn.UninitializedParameter):
             raise UsageError(f"{name} has no shape yet: run the lazy module once before wrapping it")
         if name in trainable and parameter.dtype not in _SUMMABLE:
             raise UsageError(f"{name} is {describe(parameter)}: gradients of this dtype cannot be averaged")

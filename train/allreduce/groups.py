@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 from exitwave.ingest.errors import UsageError
@@ -162,7 +162,7 @@ class ByCount:
     def cut(self, chain: Sequence[TensorInfo], *, whole: int) -> list[list[TensorInfo]]:
         pieces = min(max(1, round(self.groups * len(chain) / whole)), len(chain))
         bounds = [len(chain) * i // pieces for i in range(pieces + 1)]
-        return [list(chain[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [list(chain[a:b]) for a, b in pairwise(bounds)]
 
     def __str__(self) -> str:
         return f"count:{self.groups}"
@@ -228,7 +228,7 @@ def assign_blocks(parameter_names: Sequence[str], containers: frozenset[str] = f
     """
     paths = {name: tuple(name.split(".")[:-1]) for name in parameter_names}
     common = 0  # leading components that all parameters share: wrappers to look through
-    while len({path[: common + 1] for path in paths.values()}) == 1 and all(
+    while len({path[: common + 1] for path in paths.values()}) == 1 and any(
         len(path) > common + 1 for path in paths.values()
     ):
         common += 1

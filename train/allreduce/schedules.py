@@ -1,7 +1,8 @@
 """When a complete tensor group may be reduced: one class for each protocol, between the engine and the agreement.
 
 The engine reports each tensor group that is complete on this rank; the schedule answers with *runs*, neighbouring
-groups to reduce by one collective now. All ranks receive the same runs in the same order, whatever order they report in.
+groups to reduce by one collective now. All ranks receive the same runs in the same order, whatever order they report
+in.
 
 - `StaticSchedule`: the plan's order is the schedule. A group waits for all groups before it. No message is sent.
 - `BitvectorSchedule`: ranks agree by cycles of `negotiation`, one begun by each completed group. In one backward pass

@@ -22,7 +22,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from exitwave.ingest.errors import ExitwaveError
@@ -46,10 +46,11 @@ class StallWarning(UserWarning):
 class Progress:
     """One rank's note: how far it is, and what it has not submitted of the reduction under way."""
 
-    beat: int
     step: int  # reductions finished
-    phase: str  # "idle", "backward", "waiting", "left"
-    missing: tuple[str, ...]  # tensors of the next reduction that this rank has not submitted
+    phase: str  # "idle", "backward", "waiting", "failed", "left"
+    missing: tuple[str, ...] = ()  # tensors of the next reduction that this rank has not submitted
+    submitted: tuple[str, ...] = ()  # tensors that this rank waits for, where ranks choose what to submit
+    beat: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -57,19 +58,19 @@ class Progress:
     @classmethod
     def from_json(cls, text: str) -> Progress:
         raw = json.loads(text)
-        return cls(beat=raw["beat"], step=raw["step"], phase=raw["phase"], missing=tuple(raw["missing"]))
+        return cls(**{**raw, "missing": tuple(raw["missing"]), "submitted": tuple(raw["submitted"])})
 
 
 def explain(
     *,
     what: str,
-    step: int,
+    own: Progress,
     waited_s: float,
     rank: int,
     notes: Sequence[Progress | None],
     silent_s: Sequence[float | None],
 ) -> str:
-    """The sentence that names the missing ranks and tensors.
+    """The sentence that names the missing ranks and tensors, as rank `rank` (whose note is `own`) sees them.
 
     `notes[r]`: rank r's last note, None if it never wrote one. `silent_s[r]`: seconds without a new beat when that is
     so long that the rank must be gone, else None.
@@ -83,25 +84,55 @@ def explain(
         elif note.phase == "left":
             reasons.append(f"rank {other} has left (at step {note.step})")
         elif silent is not None:
-            lacks = f", missing {_names(note.missing)}" if note.missing else ""
-            reasons.append(f"rank {other} died: no sign of life for {silent:.1f} s (at step {note.step}{lacks})")
-        elif note.step < step or (note.step == step and note.missing):
-            lacks = _names(note.missing) if note.missing else "everything"
-            reasons.append(f"rank {other} is alive but has not submitted {lacks} (at step {note.step}, {note.phase})")
+            without = f", missing {_names(note.missing)}" if note.missing else ""
+            reasons.append(f"rank {other} died: no sign of life for {silent:.1f} s (at step {note.step}{without})")
+        else:
+            lacks = note.missing or tuple(name for name in own.submitted if name not in note.submitted)
+            if note.step < own.step or (note.step == own.step and lacks):
+                instead = f", waits for {_names(note.submitted)}" if note.submitted else ""
+                absent = _names(lacks) if lacks else "everything"
+                place = f"at step {note.step}, {note.phase}{instead}"
+                reasons.append(f"rank {other} is alive but has not submitted {absent} ({place})")
     because = "; ".join(reasons[:_SHOWN]) + (f"; … {len(reasons) - _SHOWN} more ranks" if len(reasons) > _SHOWN else "")
     because = because or "every other rank is alive and has submitted its part; the network may be slow or blocked"
-    return f"rank {rank} waits since {waited_s:.1f} s for {what} (step {step}): {because}"
+    return f"rank {rank} waits since {waited_s:.1f} s for {what} (step {own.step}): {because}"
 
 
 def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f", … ({len(names)} tensors)" if len(names) > _SHOWN else "")
 
 
+class Patience:
+    """One wait: rules 1 to 3 at each `tick`."""
+
+    def __init__(self, watch: Watch, what: Callable[[], str]) -> None:
+        self.begun = time.monotonic()
+        self._watch = watch
+        self._what = what
+        self._warned = False
+
+    def tick(self) -> None:
+        """Raise `StallError` when it is time to; warn before."""
+        watch = self._watch
+        watch.check(reread=True)
+        waited = time.monotonic() - self.begun
+        left = False
+        with contextlib.suppress(TransportError):  # without the store the collective may still end
+            notes, silent = watch.look()
+            left = any(n is not None and n.phase == "left" and s for n, s in zip(notes, silent, strict=True))
+        if waited > watch.timeout_s or left:
+            limit = "" if left else f". Stopped after the limit of {watch.timeout_s:g} s"
+            watch.fail(StallError(watch.explain(self._what(), waited) + limit))
+        if waited > watch.timeout_s / 4 and not self._warned:
+            self._warned = True
+            warnings.warn(watch.explain(self._what(), waited), StallWarning, stacklevel=4)
+
+
 class Watch:
     """Posts this rank's notes from a thread, and waits for handles on its behalf.
 
-    `snapshot` is called from the thread and returns (step, phase, missing tensor names). Close it, or let the process
-    end: an exit hook stops the thread in time.
+    `snapshot` is called from the thread and says how far this rank is (its beat is filled in here). Close the watch, or
+    let the process end: an exit hook stops the thread in time.
     """
 
     def __init__(
@@ -111,7 +142,7 @@ class Watch:
         rank: int,
         size: int,
         timeout_s: float,
-        snapshot: Callable[[], tuple[int, str, Sequence[str]]],
+        snapshot: Callable[[], Progress],
     ) -> None:
         self._left = threading.Event()
         self.timeout_s = timeout_s
@@ -134,25 +165,18 @@ class Watch:
 
     def wait(self, handle: Handle[T], what: Callable[[], str]) -> T:
         """`handle.wait`, with rules 1 to 4. `what` names the collective for messages."""
-        begun = time.monotonic()
-        warned = False
+        patience = self.patience(what)
         while True:
-            with contextlib.suppress(TimeoutError):
-                try:
-                    return handle.wait(self.interval_s)
-                except TransportError as error:
-                    self._broken(error, what(), begun)
-            self.check(reread=True)
-            waited = time.monotonic() - begun
-            if waited > self.timeout_s:
-                self.fail(
-                    StallError(f"{self._explain(what(), waited)}. Stopped after the limit of {self.timeout_s:g} s")
-                )
-            if waited > self.timeout_s / 4 and not warned:
-                warned = True
-                warnings.warn(self._explain(what(), waited), StallWarning, stacklevel=3)
-            with contextlib.suppress(TransportError):  # without the store the collective may still end
-                self._look()
+            try:
+                return handle.wait(self.interval_s)
+            except TimeoutError:
+                patience.tick()
+            except TransportError as error:
+                self._broken(error, what(), patience.begun)
+
+    def patience(self, what: Callable[[], str]) -> Patience:
+        """For a wait of several collectives: call its `tick` between them."""
+        return Patience(self, what)
 
     def check(self, *, reread: bool = False) -> None:
         """Rule 3: raise when some rank, this one included, has failed."""
@@ -193,16 +217,15 @@ class Watch:
             self._read_failure()
 
     def _post(self, phase: str | None) -> None:
-        step, now, missing = self._snapshot()
+        now = self._snapshot()
         self._beat += 1
-        note = Progress(beat=self._beat, step=step, phase=phase or now, missing=tuple(missing))
-        self._board.post(self._keys[self._rank], note.to_json())
+        self._board.post(self._keys[self._rank], replace(now, beat=self._beat, phase=phase or now.phase).to_json())
 
     def _read_failure(self) -> None:
         with contextlib.suppress(TransportError):
             self._failure = self._failure or self._board.read(["failure"])[0]
 
-    def _look(self) -> tuple[list[Progress | None], list[float | None]]:
+    def look(self) -> tuple[list[Progress | None], list[float | None]]:
         """Read all notes. A rank is silent when its beat stood still for four intervals of ours."""
         texts = self._board.read(self._keys)
         notes = [None if text is None else Progress.from_json(text) for text in texts]
@@ -216,13 +239,13 @@ class Watch:
             silent.append(still if still > 4 * self.interval_s else None)
         return notes, silent
 
-    def _explain(self, what: str, waited_s: float) -> str:
-        step, _, _ = self._snapshot()
+    def explain(self, what: str, waited_s: float) -> str:
+        own = self._snapshot()
         try:
-            notes, silent = self._look()
+            notes, silent = self.look()
         except TransportError as error:
-            return f"rank {self._rank} waits since {waited_s:.1f} s for {what} (step {step}): {error}"
-        return explain(what=what, step=step, waited_s=waited_s, rank=self._rank, notes=notes, silent_s=silent)
+            return f"rank {self._rank} waits since {waited_s:.1f} s for {what} (step {own.step}): {error}"
+        return explain(what=what, own=own, waited_s=waited_s, rank=self._rank, notes=notes, silent_s=silent)
 
     def _broken(self, error: TransportError, what: str, begun: float) -> None:
         """Rule 4: find out who stopped, for as long as it takes to tell."""
@@ -231,7 +254,7 @@ class Watch:
         while time.monotonic() < until:
             self.check(reread=True)
             try:
-                notes, silent = self._look()
+                notes, silent = self.look()
             except TransportError as store_error:
                 why = f"{why}; {store_error} (the rank that holds the store may be the one that died)"
                 break
@@ -239,7 +262,7 @@ class Watch:
             if any(r != self._rank for r in gone):
                 break
             time.sleep(self.interval_s / 4)
-        self.fail(StallError(f"{self._explain(what, time.monotonic() - begun)}. {why}"))
+        self.fail(StallError(f"{self.explain(what, time.monotonic() - begun)}. {why}"))
 
 
 def _beat(watch: weakref.ref[Watch], left: threading.Event, interval_s: float) -> None:

@@ -127,9 +127,10 @@ class Dataset:
         }
         uids = np.empty(n, dtype="<u8")
         params = np.empty(n, dtype=self._params_dtype())
+        params_bytes = params.view(f"V{params.dtype.itemsize}") if n else params
         for k, i in enumerate(indices):
             record, row = self.record_of(i)
-            uids[k], params[k] = self._files.read(record, row, {name: array[k] for name, array in batch.items()})
+            uids[k], params_bytes[k] = self._files.read(record, row, {name: array[k] for name, array in batch.items()})
         return {**batch, "uid": uids, "params": params}
 
     def _params_dtype(self) -> np.dtype[Any]:

@@ -47,7 +47,7 @@ def read_extent(fd: int, out: Array, offset: int) -> bool:
 class OpenShard:
     """A shard open in this process: descriptor, where it was found, extents by field, and the small tables.
 
-    uids (n,) uint64, params (n,) compound, sums (n, fields) uint32 in the order of `columns`.
+    uids (n,) uint64, params (n,) compound and as plain bytes, sums (n, fields) uint32 in the order of `columns`.
     """
 
     fd: int
@@ -57,6 +57,7 @@ class OpenShard:
     columns: dict[str, int]
     uids: Array
     params: Array
+    params_bytes: Array
     sums: Array
 
 
@@ -92,9 +93,10 @@ class ShardFiles:
         with contextlib.suppress(Exception):
             self.close()
 
-    def read(self, record: PublishedShard, row: int, arrays: dict[str, Array]) -> tuple[int, np.void]:
-        """Fills `arrays` (field -> one sample, C-contiguous) with sample `row` of a shard; returns its uid and params.
+    def read(self, record: PublishedShard, row: int, arrays: dict[str, Array]) -> tuple[np.uint64, np.void]:
+        """Fills `arrays` (field -> one sample, C-contiguous) with sample `row` of a shard.
 
+        Returns its uid, and the bytes of its params: copying a compound field by field would cost as much as the rest.
         DamagedDataError naming shard, uid and field when a checksum is wrong or bytes are missing.
         """
         self._after_fork()
@@ -104,7 +106,7 @@ class ShardFiles:
                     shard = self._get(record)
                     for field, out in arrays.items():
                         self._read_field(shard, record, row, field, byte_view(out, out.dtype))
-                    return int(shard.uids[row]), shard.params[row]
+                    return shard.uids[row], shard.params_bytes[row]
                 except _StagedDamage as damage:
                     self._set_aside(record, damage.path, str(damage))
 
@@ -197,6 +199,7 @@ class ShardFiles:
             columns={e.field: i for i, e in enumerate(e for e in record.extents if e.field not in TABLES)},
             uids=tables["uid"],
             params=params,
+            params_bytes=params.view(f"V{params.dtype.itemsize}"),
             sums=tables["crc32c"],
         )
 

@@ -127,10 +127,15 @@ class Dataset:
         }
         uids = np.empty(n, dtype="<u8")
         params = np.empty(n, dtype=self._params_dtype())
-        params_bytes = params.view(f"V{params.dtype.itemsize}") if n else params
+        # (n, …) -> (n, bytes of a sample): what is read goes straight to its place
+        rows = {name: array.reshape(n, -1).view(np.uint8) for name, array in batch.items() if n}
+        rows["params"] = params.view(np.uint8).reshape(n, -1) if n else params
+        splits = params["split"] if "split" in (params.dtype.names or ()) else None
         for k, i in enumerate(indices):
             record, row = self.record_of(i)
-            uids[k], params_bytes[k] = self._files.read(record, row, {name: array[k] for name, array in batch.items()})
+            uids[k] = self._files.read(record, row, {name: array[k] for name, array in rows.items()})
+            if splits is not None:
+                splits[k] = record.split.encode()  # the manifest's word on the split is the last
         return {**batch, "uid": uids, "params": params}
 
     def _params_dtype(self) -> np.dtype[Any]:
@@ -139,12 +144,15 @@ class Dataset:
     @property
     def uids(self) -> Array:
         """All uids (len,), uint64."""
-        return np.concatenate([np.empty(0, "<u8"), *(self._files.open(shard).uids for shard in self.shards)])
+        return np.concatenate([np.empty(0, "<u8"), *(self._files.read_table(shard, "uid") for shard in self.shards)])
 
     @property
     def params(self) -> Array:
         """All parameters (len,) as a structured array; units stand in the names."""
-        tables = [self._files.open(shard).params for shard in self.shards]
+        tables = [self._files.read_table(shard, "params") for shard in self.shards]
+        for shard, table in zip(self.shards, tables, strict=True):
+            if "split" in (table.dtype.names or ()):
+                table["split"] = shard.split.encode()
         return np.concatenate(tables) if tables else np.empty(0, dtype=self._params_dtype())
 
     def structure(self, i: int) -> Structure:
@@ -152,7 +160,7 @@ class Dataset:
         from exitwave.ingest.shard import ShardReader  # the only use of libhdf5 here
 
         record, row = self.record_of(i)
-        index = int(self._files.open(record).params[row]["structure"])
+        index = int(self._files.read_table(record, "params")[row]["structure"])
         with ShardReader(self.root / record.path) as reader:
             return reader.structure(index)
 

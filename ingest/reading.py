@@ -1,7 +1,8 @@
 """Reading samples by their extents: one `preadv` each, no HDF5 library, and a checksum on what came.
 
 Files are opened per process and never across a fork: a worker process drops what it inherited and opens its own. At
-most `MAX_OPEN` shards are open, with their small tables, so that memory does not grow with the data set.
+most `MAX_OPEN` shards are open, with their uids and checksums, so that memory does not grow with the data set; the
+larger table of parameters is read by the row.
 With a cache, a shard staged there is read there; a staged copy that turns out damaged is set aside in `quarantine/`
 and its shard read from the data set instead.
 """
@@ -24,9 +25,9 @@ from exitwave.ingest.files import byte_view, crc32c
 from exitwave.ingest.records import Extent, PublishedShard
 from exitwave.ingest.schema import TABLES
 
-__all__ = ["MAX_OPEN", "OpenShard", "ShardFiles", "read_extent"]
+__all__ = ["MAX_OPEN", "ShardFiles", "read_extent"]
 
-MAX_OPEN = 64
+MAX_OPEN = 256  # a quarter of the usual limit of a process
 _WHAT_TO_DO = "`exitwave verify` lists all that is damaged; take such shards out or simulate them again."
 
 Array = np.ndarray[Any, Any]
@@ -44,21 +45,18 @@ def read_extent(fd: int, out: Array, offset: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenShard:
-    """A shard open in this process: descriptor, where it was found, extents by field, and the small tables.
+class _OpenShard:
+    """A shard open in this process: descriptor, where it was found, extents by field, uids (n,) uint64.
 
-    uids (n,) uint64, params (n,) compound and as plain bytes, sums (n, fields) uint32 in the order of `columns`.
+    `sums`: field -> (n,) uint32, the checksums of the array fields and of "params".
     """
 
     fd: int
     path: Path
     staged: bool
     extents: dict[str, Extent]
-    columns: dict[str, int]
     uids: Array
-    params: Array
-    params_bytes: Array
-    sums: Array
+    sums: dict[str, Array]
 
 
 class ShardFiles:
@@ -73,7 +71,7 @@ class ShardFiles:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # anew: one inherited over a fork may be held for ever
-        self._open: OrderedDict[str, OpenShard] = OrderedDict()
+        self._open: OrderedDict[str, _OpenShard] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root, "staged": self.staged, "verify": self.verify}
@@ -93,10 +91,9 @@ class ShardFiles:
         with contextlib.suppress(Exception):
             self.close()
 
-    def read(self, record: PublishedShard, row: int, arrays: dict[str, Array]) -> tuple[np.uint64, np.void]:
-        """Fills `arrays` (field -> one sample, C-contiguous) with sample `row` of a shard.
+    def read(self, record: PublishedShard, row: int, arrays: dict[str, Array]) -> np.uint64:
+        """Fills `arrays` (field or "params" -> one sample's bytes, uint8) with sample `row`; returns its uid.
 
-        Returns its uid, and the bytes of its params: copying a compound field by field would cost as much as the rest.
         DamagedDataError naming shard, uid and field when a checksum is wrong or bytes are missing.
         """
         self._after_fork()
@@ -105,18 +102,20 @@ class ShardFiles:
                 try:
                     shard = self._get(record)
                     for field, out in arrays.items():
-                        self._read_field(shard, record, row, field, byte_view(out, out.dtype))
-                    return shard.uids[row], shard.params_bytes[row]
+                        self._read_field(shard, record, row, field, out)
+                    uid: np.uint64 = shard.uids[row]
+                    return uid
                 except _StagedDamage as damage:
                     self._set_aside(record, damage.path, str(damage))
 
-    def open(self, record: PublishedShard) -> OpenShard:
-        """The shard with its tables, opened now or before. Its descriptor may be closed by the next call."""
+    def read_table(self, record: PublishedShard, name: str) -> Array:
+        """One of the small tables of a shard, whole: "uid" (n,), "params" (n,) compound, …"""
         self._after_fork()
         with self._lock:
             while True:
                 try:
-                    return self._get(record)
+                    shard = self._get(record)
+                    return self._table(shard.fd, shard.path, shard.staged, record, shard.extents[name])
                 except _StagedDamage as damage:
                     self._set_aside(record, damage.path, str(damage))
 
@@ -126,7 +125,7 @@ class ShardFiles:
                 os.close(inherited.fd)
             self._reset()
 
-    def _read_field(self, shard: OpenShard, record: PublishedShard, row: int, field: str, out: Array) -> None:
+    def _read_field(self, shard: _OpenShard, record: PublishedShard, row: int, field: str, out: Array) -> None:
         extent = shard.extents[field]
         try:
             whole = read_extent(shard.fd, out, extent.offset + row * extent.stride)
@@ -138,12 +137,12 @@ class ShardFiles:
             raise self._damage(
                 shard.path, shard.staged, record, f"{self._sample(shard, row)}{field}: the file is short"
             )
-        if self.verify and (found := crc32c(out)) != (expected := int(shard.sums[row, shard.columns[field]])):
+        if self.verify and (found := crc32c(out)) != (expected := int(shard.sums[field][row])):
             why = f"{self._sample(shard, row)}{field}: crc32c {found:08x}, expected {expected:08x}"
             raise self._damage(shard.path, shard.staged, record, why)
 
     @staticmethod
-    def _sample(shard: OpenShard, row: int) -> str:
+    def _sample(shard: _OpenShard, row: int) -> str:
         return f"sample {row} (uid {int(shard.uids[row]):#018x}), "
 
     @staticmethod
@@ -161,7 +160,7 @@ class ShardFiles:
         with contextlib.suppress(FileNotFoundError):  # another process may have been faster
             path.rename(quarantine / path.name)
 
-    def _get(self, record: PublishedShard) -> OpenShard:
+    def _get(self, record: PublishedShard) -> _OpenShard:
         """The shard, opened now or before; the least recently used one is closed when too many are open."""
         if (shard := self._open.get(record.shard_id)) is not None:
             self._open.move_to_end(record.shard_id)
@@ -171,7 +170,7 @@ class ShardFiles:
             os.close(self._open.popitem(last=False)[1].fd)
         return shard
 
-    def _open_now(self, record: PublishedShard) -> OpenShard:
+    def _open_now(self, record: PublishedShard) -> _OpenShard:
         path, staged = self.root / record.path, False
         fd = None
         if self.staged is not None:
@@ -184,23 +183,22 @@ class ShardFiles:
             raise DamagedDataError(f"shard {record.shard_id}: {path}: {error.strerror}. {_WHAT_TO_DO}") from error
         try:
             extents = {extent.field: extent for extent in record.extents}
-            tables = {name: self._table(fd, path, staged, record, extents[name]) for name in TABLES}
+            tables = {
+                name: self._table(fd, path, staged, record, extents[name])
+                for name in ("uid", "crc32c", "params_crc32c")
+            }
         except BaseException:
             os.close(fd)
             raise
-        params = tables["params"]
-        if (split := getattr(record, "split", None)) and "split" in (params.dtype.names or ()):
-            params["split"] = split.encode()  # the manifest's word on the split is the last
-        return OpenShard(
+        names = [extent.field for extent in record.extents if extent.field not in TABLES]
+        sums = {name: tables["crc32c"][:, column] for column, name in enumerate(names)}
+        return _OpenShard(
             fd=fd,
             path=path,
             staged=staged,
             extents=extents,
-            columns={e.field: i for i, e in enumerate(e for e in record.extents if e.field not in TABLES)},
             uids=tables["uid"],
-            params=params,
-            params_bytes=params.view(f"V{params.dtype.itemsize}"),
-            sums=tables["crc32c"],
+            sums={**sums, "params": tables["params_crc32c"]},
         )
 
     def _table(self, fd: int, path: Path, staged: bool, record: PublishedShard, extent: Extent) -> Array:

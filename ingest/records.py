@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from math import prod
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -51,6 +53,11 @@ def dtype_from_json(data: Any) -> np.dtype[Any]:
     return np.dtype([(str(c[0]), str(c[1]), tuple(c[2])) if len(c) > 2 else (str(c[0]), str(c[1])) for c in data])
 
 
+@lru_cache(maxsize=256)
+def _cached_dtype(data: Any) -> np.dtype[Any]:
+    return dtype_from_json(data)
+
+
 def _tuples(data: Any) -> Any:
     return tuple(_tuples(item) for item in data) if isinstance(data, list | tuple) else data
 
@@ -90,7 +97,7 @@ class Extent:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        return dtype_from_json(self.dtype)
+        return _cached_dtype(self.dtype)
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -118,7 +125,7 @@ class Extent:
             offset=int(data["offset"]),
             stride=int(data["stride"]),
         )
-        expected = extent.numpy_dtype.itemsize * int(np.prod(extent.sample_shape, dtype=np.int64))
+        expected = extent.numpy_dtype.itemsize * prod(extent.sample_shape)
         if extent.stride != expected or extent.offset < 0 or not extent.shape or min(extent.shape) < 0:
             raise UsageError(
                 f"extent of {extent.field!r}: offset {extent.offset}, stride {extent.stride}; "

@@ -128,7 +128,7 @@ def test_unknown_fields_are_refused(root: Path) -> None:
         open_dataset(root).read([0], ["volume"])
 
 
-@pytest.mark.parametrize("field", ["cbed", "potential"])
+@pytest.mark.parametrize("field", ["cbed", "potential", "params"])
 def test_a_flipped_bit_is_named_by_shard_uid_and_field(tmp_path: Path, field: str) -> None:
     root = make_dataset(tmp_path / "d", "tt")
     shard = open_dataset(root).shards[1]
@@ -138,17 +138,22 @@ def test_a_flipped_bit_is_named_by_shard_uid_and_field(tmp_path: Path, field: st
     with pytest.raises(DamagedDataError, match=rf"shard {shard.shard_id}, sample 2 \(uid {uid:#x}\), {field}: crc32c"):
         data[6]
     check(data, 5, 1, 1)
-    assert data.read([6], [f for f in ("cbed", "potential") if f != field])["uid"] == uid
+    if field != "params":
+        assert data.read([6], [f for f in ("cbed", "potential") if f != field])["uid"] == uid
     assert open_dataset(root, verify=False)[6]["uid"] == uid
 
 
-@pytest.mark.parametrize("table", ["uid", "params", "crc32c"])
+@pytest.mark.parametrize("table", ["uid", "params_crc32c", "crc32c"])
 def test_damaged_tables_are_named(tmp_path: Path, table: str) -> None:
     root = make_dataset(tmp_path / "d", "t")
     shard = open_dataset(root).shards[0]
     flip_bit(root / shard.path, shard.extent(table).offset + 3)
     with pytest.raises(DamagedDataError, match=f"shard {shard.shard_id}, /{table}: crc32c"):
         open_dataset(root)[0]
+    flip_bit(root / shard.path, shard.extent(table).offset + 3)
+    flip_bit(root / shard.path, shard.extent("params").offset + 3)
+    with pytest.raises(DamagedDataError, match=f"shard {shard.shard_id}, /params: crc32c"):
+        open_dataset(root).params  # noqa: B018
 
 
 def test_short_and_missing_files_are_named(tmp_path: Path) -> None:

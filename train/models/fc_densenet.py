@@ -23,7 +23,6 @@ one, the last layer too: the first part of a parameter's name is its block.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -257,7 +256,10 @@ def _stem(size: DenseNetSize, channels: int) -> nn.Sequential:
 def _norm(kind: str, channels: int) -> nn.Module:
     if kind == "group":
         # GroupNorm looks at one sample only, so that it does not matter which rank holds it.
-        return nn.GroupNorm(math.gcd(channels, 8), channels)
+        # Wide groups of channels: normalising each channel alone would blow up the nearly constant ones.
+        return nn.GroupNorm(
+            max(n for n in range(1, 9) if channels % n == 0 and (channels // n >= 16 or n == 1)), channels
+        )
     return nn.Identity()
 
 

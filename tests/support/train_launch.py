@@ -1,0 +1,51 @@
+"""Starts a training of real ranks, each a process of its own, under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RANK = Path(__file__).with_name("train_rank.py")
+
+# The learning rate is small: training amplifies rounding (by chaos, not by an error), here little in 50 steps.
+# Small enough for many runs, with every part in use: dropout, augmentation, noise, uneven batches (10 over 3 ranks).
+SPEC: dict[str, Any] = {
+    "model": {"preset": "tiny", "growth": 4, "stem": [16], "dropout": 0.1},
+    "data": {"detector_bin": 8},
+    "batch": 10,
+    "steps": 50,
+    "seed": 11,
+    "optimizer": {"lr": 2e-4, "warmup_steps": 5},
+    "checkpoint": {"every_steps": 10, "keep": 2},
+    "engine": {"timeout_s": 60},
+}
+
+
+def start(ranks: int, job: dict[str, Any]) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(RANK)]
+    job = {**job, "data": str(job["data"]), "out": str(job["out"])}
+    return subprocess.Popen(
+        [*command, json.dumps(job)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def launch(ranks: int, **job: Any) -> tuple[int, str]:
+    """Runs to the end: (exit code of torchrun, everything printed)."""
+    process = start(ranks, job)
+    try:
+        output, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"did not end within 120 s:\n{output}") from None
+    return process.returncode, output

@@ -13,6 +13,7 @@ being imported is as quiet as any other.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
@@ -87,8 +88,8 @@ def _explain(error: BaseException, arguments: Sequence[str], *, debug: bool) -> 
 
 
 def _internal(error: BaseException, *, debug: bool) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1:] or [None]
-    place = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last[0] is not None else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     head = f"exitwave failed by a fault of its own: {type(error).__name__}: {text[:500]}{place}."
     if debug:
@@ -109,7 +110,5 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _say(text: str) -> None:
-    try:
+    with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-    except OSError:
-        pass

@@ -164,7 +164,9 @@ class _Reader:
         if tag == _TAG + "timestamp":
             return node.value
         if tag.removeprefix(_TAG) not in _PLAIN_TAGS:
-            raise UsageError(f"{self._at(node)}: the tag {tag.replace(_TAG, '!!')} is not read here; give a plain value.")
+            raise UsageError(
+                f"{self._at(node)}: the tag {tag.replace(_TAG, '!!')} is not read here; give a plain value."
+            )
         return self._yaml.constructor.construct_object(node, deep=True)
 
     def _plain_tag(self, node: Node, expected: str) -> None:
@@ -237,7 +239,8 @@ def _put(data: Any, parts: Sequence[str], value: Any, option: str) -> KeyPath:
         if isinstance(here, list):
             if not part.isdigit() or int(part) >= len(here):
                 raise UsageError(
-                    f"{option}: {dotted(tuple(path))} is a list of {len(here)}; expected a position 0..{len(here) - 1}, "
+                    f"{option}: {dotted(tuple(path))} is a list of {len(here)}; expected a position "
+                    f"0..{len(here) - 1}, "
                     f"got {part!r}."
                 )
             step: str | int = int(part)
@@ -336,7 +339,9 @@ def differences(before: Any, after: Any, path: KeyPath = ()) -> list[str]:
                 lines += differences(before[key], after[key], (*path, key))
         return lines
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        return [line for i, (a, b) in enumerate(zip(before, after, strict=True)) for line in differences(a, b, (*path, i))]
+        return [
+            line for i, (a, b) in enumerate(zip(before, after, strict=True)) for line in differences(a, b, (*path, i))
+        ]
     same = before == after and isinstance(before, bool) == isinstance(after, bool)
     return [] if same else [f"{dotted(path)}: was {_short(before)}, now {_short(after)}"]
 
@@ -401,10 +406,17 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
                 job="" if "MASTER_ADDR" in env else f"{env.get('SLURM_JOB_ID', '0')}-{env['SLURM_STEP_ID']}",
             )
     except ValueError as error:
-        raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK or SLURM_* in the environment: expected numbers ({error}).") from None
+        raise UsageError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK or SLURM_* in the environment: expected numbers ({error})."
+        ) from None
     return None
 
 
 def child_environment(**extra: str) -> dict[str, str]:
     """The environment for a process that we start: ours, and what `extra` sets."""
     return {**os.environ, **extra}
+
+
+def environment_value(name: str) -> str | None:
+    """One environment variable, for those who report on the machine."""
+    return os.environ.get(name)

@@ -118,7 +118,11 @@ def _scale_bar(axes: Any, shape: tuple[int, ...], pixel: float, unit: str) -> No
 
 
 def curve_png(
-    curves: Sequence[tuple[str, Sequence[float], Sequence[float], bool]], *, x_label: str, y_label: str, log: bool = True
+    curves: Sequence[tuple[str, Sequence[float], Sequence[float], bool]],
+    *,
+    x_label: str,
+    y_label: str,
+    log: bool = True,
 ) -> str:
     """Curves (name, x, y, whether to draw marks instead of a line) on one pair of axes, as a data URI."""
     figure = _figure(7.2, 2.9)

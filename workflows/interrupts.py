@@ -11,6 +11,7 @@ the launcher, and the launcher passes it on): there, every signal is the first o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -49,7 +50,9 @@ class Interrupts:
             self.stop.set()
             if not self._quiet:
                 name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-                _write(f"{name}: finishing {self.what}, then stopping. Again: stop at once (nothing committed is lost).")
+                _write(
+                    f"{name}: finishing {self.what}, then stopping. Again: stop at once (nothing committed is lost)."
+                )
         elif not self._patient:
             for call in self.last_words:
                 try:
@@ -63,7 +66,5 @@ class Interrupts:
 
 def _write(text: str) -> None:
     """Straight to the file descriptor: a signal may come while a stream is being written."""
-    try:
+    with contextlib.suppress(OSError):
         os.write(2, f"\n{text}\n".encode() if os.isatty(2) else f"{text}\n".encode())
-    except OSError:
-        pass

@@ -74,7 +74,8 @@ def locked(out: Path) -> Iterator[None]:
         lock.__enter__()
     except LockHeldError:
         raise UsageError(
-            f"{out}: another exitwave command is working in this folder ({lock.holder()}). Wait for it, stop it, or give "
+            f"{out}: another exitwave command is working in this folder ({lock.holder()}). Wait for it, stop "
+            "it, or give "
             "another --out."
         ) from None
     try:
@@ -163,7 +164,8 @@ def _refuse_other(out: Path, spec: Any, dataset_id: str, *, fresh: bool) -> None
     if difference:
         lines = "\n  ".join(difference)
         raise UsageError(
-            f"{out}: belongs to another training (before -> now):\n  {lines}\nGive another --out, or --fresh to start again."
+            f"{out}: belongs to another training (before -> now):\n  {lines}\nGive another --out, or --fresh to "
+            "start again."
         )
 
 

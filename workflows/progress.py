@@ -59,9 +59,9 @@ class Bar:
 
     def line(self) -> str:
         """The bar as a plain line."""
-        text = f"{self.label}: {_amount(self.done, self.unit)}"
+        text = f"{self.label}: {_amounts(self)}"
         if self.total:
-            text += f" of {_amount(self.total, self.unit)} ({100 * self.done / self.total:.0f} %)"
+            text += f" ({100 * self.done / self.total:.0f} %)"
         rate, eta = self.rate, self.eta_s
         if rate is not None and not self.finished:
             text += f", {_rate(rate, self.unit)}"
@@ -89,8 +89,10 @@ class ProgressState:
         return self.bars.setdefault(key, Bar(label=label, unit=unit))
 
     def _on_campaign_started(self, event: Event, now: float) -> Bar:
-        self.bars["simulate"] = bar = Bar(label="simulate", unit="samples", total=float(event.get("samples") or 0) or None)
-        bar.advance_to(float(event.get("committed_samples") or event.get("committed") or 0), now)
+        self.bars["simulate"] = bar = Bar(
+            label="simulate", unit="samples", total=float(event.get("samples") or 0) or None
+        )
+        bar.advance_to(float(event.get("committed_samples") or 0), now)
         return bar
 
     def _on_shard_committed(self, event: Event, now: float) -> Bar:
@@ -118,16 +120,22 @@ class ProgressState:
         return bar
 
     def _on_train_started(self, event: Event, now: float) -> Bar:
-        self.bars["train"] = bar = Bar(label="train", unit="steps", total=float(event.get("steps") or 0) or None)
+        total = float(event.get("total_steps") or 0) or None
+        self.bars["train"] = bar = Bar(label="train", unit="steps", total=total)
         bar.advance_to(float(event.get("step") or 0), now)
         return bar
 
+    _on_train_resumed = _on_train_started
+
     def _on_train_step(self, event: Event, now: float) -> Bar:
         bar = self._bar("train", "train", "steps")
-        bar.total = float(event.get("steps") or 0) or bar.total
         bar.advance_to(float(event.get("step") or 0), now)
         bar.detail = f"loss {float(event['loss']):.4g}" if event.get("loss") is not None else bar.detail
-        bar.finished = bar.total is not None and bar.done >= bar.total
+        return bar
+
+    def _on_train_finished(self, event: Event, now: float) -> Bar:
+        bar = self._bar("train", "train", "steps")
+        bar.finished = True
         return bar
 
     def _on_evaluate_progress(self, event: Event, now: float) -> Bar:
@@ -195,8 +203,8 @@ def _rich_view(stream: TextIO) -> Iterator[Callable[[Event], None]]:
             if bar is None:
                 return
             rate, eta = bar.rate, bar.eta_s
-            fields = {
-                "amount": f"{_amount(bar.done, bar.unit)}" + (f" / {_amount(bar.total, bar.unit)}" if bar.total else ""),
+            fields: dict[str, Any] = {
+                "amount": _amounts(bar),
                 "rate": _rate(rate, bar.unit) if rate is not None else "",
                 "left": "done" if bar.finished else (f"{human_seconds(eta)} left" if eta is not None else ""),
                 "detail": bar.detail,
@@ -206,6 +214,14 @@ def _rich_view(stream: TextIO) -> Iterator[Callable[[Event], None]]:
             progress.update(tasks[bar.label], completed=bar.done, total=bar.total, **fields)
 
         yield feed
+
+
+def _amounts(bar: Bar) -> str:
+    """`12 of 24 samples`, `1.2 MB of 3 MB`."""
+    if not bar.total:
+        return _amount(bar.done, bar.unit)
+    done = _amount(bar.done, bar.unit)
+    return f"{done if bar.unit == 'bytes' else done.removesuffix(' ' + bar.unit)} of {_amount(bar.total, bar.unit)}"
 
 
 def _amount(value: float, unit: str) -> str:

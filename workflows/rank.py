@@ -67,28 +67,21 @@ def _train(
     from exitwave.train.mesh import RankInfo
     from exitwave.train.trainer import train
 
-    info = RankInfo(rank=place.rank, world_size=place.world_size, local_rank=place.local_rank, init_method=place.init_method(out))
+    info = RankInfo(
+        rank=place.rank, world_size=place.world_size, local_rank=place.local_rank, init_method=place.init_method(out)
+    )
     if place.ours or place.rank > 0:
         train(training.spec, data=data, out=out, rank_info=info, cache=cache, fresh=fresh, stop=session.stop.is_set)
         return
     with session.progress() as feed:
         result = train(
-            training.spec, data=data, out=out, rank_info=info, cache=cache, fresh=fresh, emit=feed_of(feed),
+            training.spec, data=data, out=out, rank_info=info, cache=cache, fresh=fresh, emit=feed,
             stop=session.stop.is_set,
         )  # fmt: skip
     from exitwave.workflows.launch import training_document
 
     document = training_document(out, result)
     session.result(document, lambda: document["message"])
-
-
-def feed_of(feed: Any) -> Any:
-    """An `emit(kind, **fields)` that feeds progress."""
-
-    def emit(kind: str, **fields: Any) -> None:
-        feed({"kind": kind, "t": time.time(), **fields})
-
-    return emit
 
 
 def check_mesh(mesh: str, world_size: int | None) -> None:

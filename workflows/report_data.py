@@ -46,6 +46,7 @@ class ReportData:
     kind: str  # "run" or "dataset"
     sentence: str
     good: bool | None = None
+    badge: str = ""
     figures: Sequence[tuple[str, str]] = ()  # headline figures: (value, what it is)
     metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     metrics_split: str = ""
@@ -67,17 +68,20 @@ class ReportData:
     configuration: str = ""
 
 
-def verdict(metrics: Mapping[str, Mapping[str, Any]]) -> tuple[bool | None, str]:
-    """Whether the network did better than knowing only the training set's mean image, in words."""
-    model, mean = metrics.get("model"), metrics.get("mean")
-    if not model or not mean or not model.get("rmse_VA") or not mean.get("rmse_VA"):
-        return None, ""
-    ratio = float(model["rmse_VA"]) / float(mean["rmse_VA"])
+def verdict(metrics: Mapping[str, Mapping[str, Any]]) -> tuple[bool | None, str, str]:
+    """Whether the network did better than knowing only the training set's mean image: yes or no, a badge, in words."""
+    errors = {name: float(m["rmse_VA"]) for name, m in metrics.items() if m.get("rmse_VA") is not None}
+    if not errors.get("model") or not errors.get("mean"):
+        return None, "", ""
+    ratio = errors["model"] / errors["mean"]
     if ratio < 0.8:
-        return True, f"{100 * (1 - ratio):.0f} % below the error of the training set's mean image"
+        classical = [errors[name] for name in ("idpc", "com", "ptycho") if name in errors]
+        badge = "It worked" if all(errors["model"] < error for error in classical) else "It learned"
+        return True, badge, f"{100 * (1 - ratio):.0f} % below the error of the training set's mean image"
     if ratio < 1:
-        return False, f"only {100 * (1 - ratio):.0f} % below the error of the training set's mean image: hardly learned"
-    return False, "no better than the training set's mean image: it has not learned"
+        less = f"only {100 * (1 - ratio):.0f} % below the error of the training set's mean image"
+        return False, "Hardly learned", less
+    return False, "Not learned", "no better than the training set's mean image"
 
 
 def headline(metrics: Mapping[str, Mapping[str, Any]], *, n: int, structures: int, split: str) -> str:
@@ -91,7 +95,7 @@ def headline(metrics: Mapping[str, Mapping[str, Any]], *, n: int, structures: in
         f"On {where}{unseen}, the network reconstructs the projected potential with an error of "
         f"{float(model['rmse_VA']):.3g} V·Å (RMSE)"
     )
-    _, words = verdict(metrics)
+    _, _, words = verdict(metrics)
     if words:
         sentence += f", {words} ({float(metrics['mean']['rmse_VA']):.3g} V·Å)"
     others = [

@@ -87,7 +87,9 @@ def status_table(document: Row) -> Group:
     """How far a campaign is."""
     samples, shards = document["samples"], document["shards"]
     planned = samples.get("planned") or 0
-    done = f"{samples['committed']} of {planned}" + (f" ({100 * samples['committed'] / planned:.0f} %)" if planned else "")
+    done = f"{samples['committed']} of {planned}" + (
+        f" ({100 * samples['committed'] / planned:.0f} %)" if planned else ""
+    )
     more = [f"{samples[k]} {k}" for k in ("failed", "rejected") if samples.get(k)]
     rows = [("state", str(document["state"]))] if document.get("state") else []
     rows += [
@@ -135,12 +137,19 @@ def verify_table(document: Row) -> Group:
 
 def metrics_table(document: Row) -> Group:
     """The network beside the classical methods."""
-    columns = (("rmse_VA", "RMSE V·Å"), ("rmse_V", "RMSE V"), ("rmse_V_fitted", "fitted V"), ("r2", "R²"))
+    columns: tuple[tuple[str, str], ...] = (
+        ("rmse_VA", "RMSE V·Å"),
+        ("rmse_V", "RMSE V"),
+        ("rmse_V_fitted", "fitted V"),
+        ("r2", "R²"),
+    )
     columns += (("psnr", "PSNR dB"), ("ssim", "SSIM"))
     names = [name for _, name in columns]
     table = _table("method", *names, right=names)
     for method, figures in document["metrics"].items():
-        table.add_row(method, *(_figure(figures.get(key)) for key, _ in columns), style="bold" if method == "model" else "")
+        table.add_row(
+            method, *(_figure(figures.get(key)) for key, _ in columns), style="bold" if method == "model" else ""
+        )
     speed = document.get("ms_per_sample")
     tail = f"{document['n']} samples of split {document['split']}" + (f", {speed:.3g} ms a sample" if speed else "")
     return Group(table, Text(""), Text(tail, style="dim"))
@@ -177,7 +186,9 @@ def inspect_table(document: Row) -> Group:
 def sample_table(document: Row) -> Group:
     """One sample's parameters."""
     rows = [(k, str(v)) for k, v in document["params"].items()]
-    return Group(Text(f"sample {document['uid']}: {document['formula']}"), _pairs(rows), Text(f"picture: {document['picture']}"))
+    return Group(
+        Text(f"sample {document['uid']}: {document['formula']}"), _pairs(rows), Text(f"picture: {document['picture']}")
+    )
 
 
 _MARKS = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]"}

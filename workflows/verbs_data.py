@@ -44,11 +44,13 @@ def init(
     "plan",
     panel=DATA,
     purpose="Say what a campaign would do and cost, without simulating it.",
-    more="Reads every structure, says which are rejected and why, counts samples, shards and bytes against the free disk, "
+    more="Reads every structure, says which are rejected and why, counts samples, shards and bytes against the "
+    "free disk, "
     "and estimates core-hours and duration from a short calibration (a few seconds). Refuses what could not run.",
     example="exitwave plan quickstart.yaml\nexitwave plan quickstart.yaml --set samples_per_structure=64 --json",
     then="`exitwave simulate CAMPAIGN.yaml --out DATASET`, or `exitwave run` for a pipeline.",
-    codes="0 it can run (rejected structures are listed); 2 it cannot: configuration, no structure left, no room on disk.",
+    codes="0 it can run (rejected structures are listed); 2 it cannot: configuration, no structure left, no "
+    "room on disk.",
 )
 def plan(
     campaign: CampaignFile,
@@ -74,13 +76,15 @@ def plan(
     "simulate",
     panel=DATA,
     purpose="Run a campaign: simulate its samples into a data set.",
-    more="Called again on the same DATASET it goes on: what is committed is never computed twice. Another campaign on it is "
+    more="Called again on the same DATASET it goes on: what is committed is never computed twice. Another "
+    "campaign on it is "
     "refused with the difference. The first Ctrl-C finishes the shards in hand, the second stops at once; both resume.",
     example="exitwave simulate quickstart.yaml --out data/quick --workers 2\n"
     "exitwave simulate quickstart.yaml --out data/one --cluster inline --set samples_per_structure=1",
     then="`exitwave status DATASET` (also from another terminal while it runs), `exitwave verify DATASET`, "
     "`exitwave train TRAIN.yaml --data DATASET --out RUN`.",
-    codes="0 all committed; 2 configuration; 3 finished, some shards failed (`exitwave failures DATASET`); 75 interrupted "
+    codes="0 all committed; 2 configuration; 3 finished, some shards failed (`exitwave failures DATASET`); 75 "
+    "interrupted "
     "or disk full, the same command goes on; 130 stopped at once.",
 )
 def simulate(
@@ -112,9 +116,7 @@ def simulate(
     codes="0 shown; 2 no data set there.",
 )
 def status(
-    dataset: Annotated[
-        Path, typer.Argument(metavar="DATASET", help="A data set, or the folder of an `exitwave run`.")
-    ],
+    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="A data set, or the folder of an `exitwave run`.")],
     watch: Annotated[bool, typer.Option("--watch", help="Redraw every second until it ends or Ctrl-C.")] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -172,7 +174,8 @@ def verify(dataset: DatasetFolder, json: Json = False, quiet: Quiet = False, deb
     "two at once share the work of one.",
     example="exitwave stage data/quick --cache /tmp/cache --capacity 20GB",
     then="`exitwave train TRAIN.yaml --data DATASET --cache DIR --out RUN` reads from there.",
-    codes="0 staged; 2 configuration, or the capacity is too small; 3 a shard is damaged; 75 interrupted or disk full, the "
+    codes="0 staged; 2 configuration, or the capacity is too small; 3 a shard is damaged; 75 interrupted or "
+    "disk full, the "
     "same command goes on.",
 )
 def stage(

@@ -21,13 +21,16 @@ Data = Annotated[Path, typer.Option("--data", metavar="DATASET", help="The data 
     "train",
     panel=TRAIN,
     purpose="Train a network on a data set.",
-    more="With --ranks N it starts N processes by torchrun itself; under an outer `torchrun` or `srun` it acts as the rank "
-    "that it was started as. Called again on the same RUN it goes on from the last checkpoint, also with another number "
+    more="With --ranks N it starts N processes by torchrun itself; under an outer `torchrun` or `srun` it acts "
+    "as the rank "
+    "that it was started as. Called again on the same RUN it goes on from the last checkpoint, also with "
+    "another number "
     "of ranks; another configuration is refused with the difference unless --fresh.",
     example="exitwave train quickstart.yaml --data data/quick --out runs/a --ranks 2\n"
     "torchrun --nproc-per-node 2 -m exitwave.workflows train train.yaml --data data/quick --out runs/a",
     then="`exitwave evaluate RUN --data DATASET`, then `exitwave report RUN`.",
-    codes="0 trained; 1 a rank failed; 2 configuration; 3 damaged data; 75 interrupted after a checkpoint, the same command "
+    codes="0 trained; 1 a rank failed; 2 configuration; 3 damaged data; 75 interrupted after a checkpoint, the "
+    "same command "
     "goes on; 130 stopped at once.",
 )
 def train(
@@ -41,7 +44,9 @@ def train(
     mesh: Annotated[
         str, typer.Option("--mesh", metavar="auto|DxS", help="Data-parallel x spatial ranks; S is 1 for now.")
     ] = "auto",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start again: earlier checkpoints of RUN are removed.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start again: earlier checkpoints of RUN are removed.")
+    ] = False,
     overrides: Overrides = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -98,7 +103,8 @@ def evaluate(
     "--fresh starts again. `exitwave status RUN` watches it from another terminal.",
     example="exitwave init quickstart.yaml\nexitwave run quickstart.yaml --out runs/first",
     then="Open RUN/report.html in a browser. Change the file and run it into another RUN to compare.",
-    codes="0 done; 1 internal error; 2 configuration; 3 finished, but some shards failed; 75 interrupted or disk full, the "
+    codes="0 done; 1 internal error; 2 configuration; 3 finished, but some shards failed; 75 interrupted or "
+    "disk full, the "
     "same command goes on; 130 stopped at once.",
 )
 def run(
@@ -119,7 +125,14 @@ def run(
 
     with open_session(json=json, quiet=quiet, what="what is in hand") as session:
         document = run_pipeline(
-            session, pipeline, out, cluster=cluster, workers=workers, ranks=ranks, fresh=fresh, overrides=overrides or ()
+            session,
+            pipeline,
+            out,
+            cluster=cluster,
+            workers=workers,
+            ranks=ranks,
+            fresh=fresh,
+            overrides=overrides or (),
         )
         session.result(document, lambda: document["message"])
         raise typer.Exit(int(document["exit_code"]))

@@ -1,0 +1,222 @@
+"""Campaigns as the verbs see them: read and planned, described, run; and staging, which follows them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from exitwave.ingest.errors import UsageError
+from exitwave.simulate.plan import Plan, make_plan
+from exitwave.simulate.spec import CampaignSpec
+from exitwave.workflows.config import (
+    Document,
+    apply_overrides,
+    dotted,
+    is_pipeline,
+    load_document,
+    section_of,
+    validate,
+)
+from exitwave.workflows.progress import human_bytes, human_seconds
+from exitwave.workflows.session import Session
+
+__all__ = [
+    "Planned",
+    "as_document",
+    "default_workers",
+    "exit_code_of",
+    "plan_campaign",
+    "plan_document",
+    "read_campaign",
+    "run_planned",
+    "simulate_campaign",
+    "stage_dataset",
+]
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A campaign that was read, checked and planned. `cluster` and `workers` are what a pipeline file says."""
+
+    spec: CampaignSpec
+    plan: Plan
+    cluster: str = "local"
+    workers: int | None = None
+
+
+def read_campaign(path: Path, overrides: Sequence[str] = ()) -> Planned:
+    """Read a campaign (or a pipeline's `campaign:` section) and plan it. UsageError names file, line and key."""
+    document = load_document(path)
+    pipeline = is_pipeline(document)
+    apply_overrides(document, overrides, section="campaign" if pipeline else None)
+    section = section_of(document, "campaign")
+    spec = validate(document, CampaignSpec, section)
+    cluster, workers = "local", None
+    if pipeline and "cluster" in document.data:
+        from exitwave.workflows.pipeline import ClusterSection
+
+        where = validate(document, ClusterSection, ("cluster",))
+        cluster, workers = where.kind, where.workers
+    planned = plan_campaign(document, spec, section)
+    return dataclasses.replace(planned, cluster=cluster, workers=workers)
+
+
+def plan_campaign(document: Document, spec: CampaignSpec, section: KeyPath) -> Planned:
+    """Plan; what planning refuses is shown at its place in the file."""
+    try:
+        plan = make_plan(spec, base_dir=document.folder)
+    except UsageError as error:
+        raise UsageError(_placed(document, section, str(error))) from None
+    return Planned(spec=spec, plan=plan)
+
+
+def _placed(document: Document, section: KeyPath, message: str) -> str:
+    """`structures[1].cif: missing` with the file, line and column of that key before it."""
+    found = re.match(r"([A-Za-z_]\w*(?:\[\d+\]|\.\w+)*): ", message)
+    if found is None:
+        return f"{document.place(section)}: {message}"
+    path: KeyPath = (*section, *(int(p) if p.isdigit() else p for p in re.findall(r"\w+", found[1])))
+    if path[: len(section) + 1] not in document.places:
+        return f"{document.place(section)}: {message}"
+    return f"{document.place(path)}: {dotted(path)}: {message[found.end() :]}"
+
+
+def default_workers() -> int:
+    """One for each core that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[str, Any]:
+    """The contract's `plan` document. Raises UsageError when it cannot run here (no room, too little memory)."""
+    from exitwave.simulate.cost import calibrate
+
+    n = workers or planned.workers or default_workers()
+    plan = planned.plan
+    free = shutil.disk_usage(_existing(out)).free
+    if plan.bytes > free:
+        raise UsageError(
+            f"{out}: the data set needs {human_bytes(plan.bytes)}, the disk has {human_bytes(free)} free. "
+            "Choose another disk "
+            "with --out, or ask for fewer samples (samples_per_structure) or smaller ones (scan.shape, detector.shape)."
+        )
+    memory = psutil.virtual_memory().total
+    if plan.memory_per_worker_bytes > memory:
+        raise UsageError(
+            f"one sample needs about {human_bytes(plan.memory_per_worker_bytes)} of memory, this machine has "
+            f"{human_bytes(memory)}. Use a coarser grid.potential_sampling_A or a smaller cell.min_extent_A."
+        )
+    document: dict[str, Any] = plan.summary(workers=n, calibration=calibrate(plan))
+    return {**document, "free_bytes": free}
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def simulate_campaign(
+    session: Session, planned: Planned, out: Path, *, cluster: str | None, workers: int | None
+) -> dict[str, Any]:
+    """Run it into `out`; returns what came of it."""
+    with session.progress() as feed:
+        result = run_planned(
+            session, planned, out, cluster=cluster or planned.cluster, workers=workers or planned.workers, feed=feed
+        )
+    document = as_document(result)
+    document["dataset"] = str(out)
+    words = [f"{planned.plan.n_samples if not document['failed'] else document['samples']} samples in {out}"]
+    if planned.plan.rejected:
+        words.append(f"{len(planned.plan.rejected)} structures rejected (`exitwave plan` says why)")
+    if document["failed"]:
+        words.append(f"{document['failed']} shards failed (`exitwave failures {out}` says why)")
+    document["message"] = "; ".join(words) + f". {human_seconds(document.get('seconds'))}."
+    return document
+
+
+def run_planned(
+    session: Session,
+    planned: Planned,
+    dataset: Path,
+    *,
+    cluster: str,
+    workers: int | None,
+    feed: Callable[[Mapping[str, Any]], None],
+) -> Any:
+    """Run the campaign on a cluster made for it; a CampaignResult."""
+    from exitwave.simulate.campaign import run_campaign
+    from exitwave.simulate.cluster import make_cluster
+
+    n = None if cluster != "local" else workers or default_workers()
+    made = make_cluster(cluster, workers=n)
+    before = _committed_samples(planned.plan, dataset)
+
+    def listen(event: Mapping[str, Any]) -> None:
+        feed({**event, "committed_samples": before} if event["kind"] == "campaign_started" else event)
+
+    return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop)
+
+
+def _committed_samples(plan: Plan, dataset: Path) -> int:
+    from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
+
+    if not (dataset / MANIFEST_NAME).exists():
+        return 0
+    wanted = {task.shard_id for task in plan.tasks}
+    return sum(shard.n for shard in load_manifest(dataset).shards if shard.shard_id in wanted)
+
+
+def stage_dataset(
+    session: Session,
+    dataset: Path,
+    cache: Path,
+    capacity: int | None,
+    *,
+    feed: Callable[[Mapping[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Stage into `cache`; returns the report with a sentence."""
+    from exitwave.ingest.staging import stage
+
+    def run(to: Callable[[Mapping[str, Any]], None]) -> Any:
+        def emit(kind: str, **fields: Any) -> None:
+            to({"kind": kind, **fields})
+
+        return stage(dataset, cache, capacity_bytes=capacity, emit=emit, stop=session.stop)
+
+    if feed is not None:
+        report = run(feed)
+    else:
+        with session.progress() as own:
+            report = run(own)
+    document = as_document(report)
+    rate = (
+        f", {human_bytes(report.bytes_copied / report.seconds)}/s" if report.bytes_copied and report.seconds > 0 else ""
+    )
+    document["message"] = (
+        f"{report.shards} shards ready in {cache}: {human_bytes(report.bytes_copied)} copied{rate}, "
+        f"{human_bytes(report.bytes_reused)} were there."
+    )
+    return document
+
+
+def as_document(record: Any) -> dict[str, Any]:
+    """A frozen record as plain values."""
+    if hasattr(record, "to_json"):
+        return dict(record.to_json())
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+def exit_code_of(document: Mapping[str, Any]) -> int:
+    """3 when parts failed."""
+    return 3 if document.get("failed") else 0

@@ -1,0 +1,212 @@
+"""`exitwave inspect` and `show`: what a shard, a data set or one sample holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.manifest import MANIFEST_NAME
+from exitwave.ingest.records import Manifest
+from exitwave.ingest.schema import FieldSpec
+from exitwave.workflows.progress import human_bytes
+
+__all__ = ["inspect_path", "show_sample", "structure_rows"]
+
+
+def inspect_path(path: Path) -> dict[str, Any]:
+    """Facts, fields, structures and the first uids. UsageError when it is neither a shard nor a data set."""
+    if path.is_dir():
+        return _dataset(path)
+    if path.is_file():
+        return _shard(path)
+    raise UsageError(f"{path}: no such file or folder.")
+
+
+def _fields(fields: tuple[FieldSpec, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f.name,
+            "shape": list(f.shape),
+            "dtype": f.dtype,
+            "unit": f.unit,
+            "axes": list(f.axes),
+            "meaning": f.meaning,
+        }
+        for f in fields
+    ]
+
+
+def _dataset(path: Path) -> dict[str, Any]:
+    from exitwave.ingest.dataset import open_dataset
+
+    if not (path / MANIFEST_NAME).exists() and (path / "dataset" / MANIFEST_NAME).exists():
+        path = path / "dataset"
+    data = open_dataset(path)
+    manifest = data.manifest
+    counts = Counter[str]()
+    for shard in manifest.shards:
+        counts[shard.split] += shard.n
+    return {
+        "facts": {
+            "data set": str(path),
+            "name": manifest.header.name,
+            "id": manifest.header.dataset_id,
+            "samples": f"{len(data)} (" + ", ".join(f"{k} {v}" for k, v in sorted(counts.items())) + ")",
+            "shards": len(manifest.shards),
+            "size": human_bytes(manifest.nbytes),
+            "made by": f"exitwave {manifest.header.exitwave_version}, {manifest.header.created}",
+        },
+        "fields": _fields(data.fields),
+        "structures": structure_rows(manifest),
+        "parameters": _ranges(data.params),
+        "uids": [f"{int(u):016x}" for u in data.uids[:4]],
+    }
+
+
+def _shard(path: Path) -> dict[str, Any]:
+    from exitwave.ingest.shard import ShardReader
+
+    with ShardReader(path) as reader:
+        infos = reader.structures
+        rows = [
+            {"formula": s.formula, "space_group": s.space_group, "zone_axis": _axis(s.zone_axis), "split": "",
+             "samples": reader.n, "source": s.source}
+            for s in infos
+        ]  # fmt: skip
+        return {
+            "facts": {"shard": str(path), "samples": reader.n, "size": human_bytes(path.stat().st_size)},
+            "fields": _fields(reader.fields),
+            "structures": rows,
+            "parameters": _ranges(reader.params),
+            "uids": [f"{int(u):016x}" for u in reader.uids[:4]],
+        }
+
+
+def _axis(axis: tuple[int, int, int]) -> str:
+    return "[" + " ".join(map(str, axis)) + "]"
+
+
+def structure_rows(manifest: Manifest) -> list[dict[str, Any]]:
+    """One row for each structure and split: formula, split, space group, zone axis, samples, source, licence."""
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    order = {"train": 0, "val": 1, "test": 2}
+    for shard in manifest.shards:
+        for s in shard.structures:
+            row = rows.setdefault(
+                (s.index, shard.split),
+                {
+                    "formula": s.formula,
+                    "split": shard.split,
+                    "space_group": s.space_group,
+                    "zone_axis": _axis(s.zone_axis),
+                    "samples": 0,
+                    "source": s.source,
+                    "licence": s.licence,
+                },
+            )
+            row["samples"] += shard.n if len(shard.structures) == 1 else 0
+    return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[1], 3), k[0]))]
+
+
+def _ranges(params: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Smallest and largest value of each scalar parameter that is a number."""
+    found: dict[str, Any] = {}
+    for name in params.dtype.names or ():
+        column = params[name]
+        if column.ndim == 1 and column.dtype.kind in "fiu" and column.size:
+            found[name] = [column.min().item(), column.max().item()]
+    return found
+
+
+def show_sample(dataset: Path, uid: str, out: Path | None) -> dict[str, Any]:
+    """One sample's parameters and a picture of it. UsageError when there is no such sample."""
+    from exitwave.ingest.dataset import open_dataset
+
+    if not (dataset / MANIFEST_NAME).exists() and (dataset / "dataset" / MANIFEST_NAME).exists():
+        dataset = dataset / "dataset"
+    data = open_dataset(dataset)
+    index = _find(data, uid)
+    sample = data[index]
+    record, _ = data.record_of(index)
+    params = sample["params"]
+    number = int(params["structure"])
+    formula = next((s.formula for s in record.structures if s.index == number), "?")
+    text = f"{int(sample['uid']):016x}"
+    picture = out or Path(f"sample-{text}.png")
+    _draw(sample, formula, picture)
+    names = params.dtype.names or ()
+    values = {name: _value(params[name]) for name in names}
+    return {
+        "uid": text,
+        "index": index,
+        "formula": formula,
+        "shard": record.shard_id,
+        "params": values,
+        "picture": str(picture),
+    }
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _find(data: Any, uid: str) -> int:
+    if uid.startswith("#"):
+        if not uid[1:].isdigit() or int(uid[1:]) >= len(data):
+            raise UsageError(f"{uid}: expected #0 to #{len(data) - 1}; the data set has {len(data)} samples.")
+        return int(uid[1:])
+    uids = data.uids
+    for base in (16, 10):
+        try:
+            wanted = int(uid, base)
+        except ValueError:
+            continue
+        if 0 <= wanted < 2**64 and (found := np.flatnonzero(uids == np.uint64(wanted))).size:
+            return int(found[0])
+    raise UsageError(
+        f"{uid}: no sample with this id in {data.root}; `exitwave inspect {data.root}` lists some, #0 is the first."
+    )
+
+
+def _draw(sample: dict[str, Any], formula: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    params = sample["params"]
+    panels: list[tuple[str, Any, str, float, str]] = []
+    if "cbed" in sample:
+        cbed = sample["cbed"]
+        q = float(params["Q_sampling_x_per_A"])
+        panels.append(
+            ("pattern at the centre, √", np.sqrt(cbed[cbed.shape[0] // 2, cbed.shape[1] // 2]), "inferno", q, "1/Å")
+        )
+        panels.append(("mean pattern, √", np.sqrt(cbed.mean(axis=(0, 1))), "inferno", q, "1/Å"))
+        panels.append(("detected fraction", cbed.sum(axis=(2, 3)), "gray", float(params["R_sampling_x_A"]), "Å"))
+    if "potential" in sample:
+        width = float(params["potential_sampling_A"])
+        panels.append(("projected potential, V·Å", sample["potential"], "viridis", width, "Å"))
+    figure = Figure(figsize=(3.4 * len(panels), 3.6), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(
+        f"{formula}, {float(params['energy_keV']):g} keV, {float(params['semiangle_mrad']):g} mrad, "
+        f"{float(params['thickness_A']):.1f} Å thick"
+    )
+    for i, (title, image, cmap, pixel, unit) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), i + 1)
+        rows, columns = image.shape
+        shown = axes.imshow(image, cmap=cmap, extent=(0, columns * pixel, rows * pixel, 0))
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel(unit, fontsize=8)
+        axes.tick_params(labelsize=7)
+        figure.colorbar(shown, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

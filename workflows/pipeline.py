@@ -1,0 +1,335 @@
+"""`exitwave run`: simulate -> stage -> train -> evaluate -> report, in one folder, resumable at any point.
+
+    RUN/pipeline.yaml   the resolved configuration: the folder's identity
+        dataset/        the data set            cache/      its staged shards
+        train/          the training's folder   report.html
+        events.jsonl    which part began and ended when
+
+No state of our own says what is done: each part's completion is read from its own truth. The manifest lists the plan's
+shards; staging knows what is ready; model.pt is there only after the last step; metrics.json only after an evaluation.
+So whatever killed a run, and wherever, the same command finds what is left to do.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.ingest.events import EventLog
+from exitwave.ingest.files import write_atomic
+from exitwave.simulate.spec import CampaignSpec
+from exitwave.train.spec import TrainSpec
+from exitwave.workflows.campaigns import Planned, plan_campaign, run_planned, stage_dataset
+from exitwave.workflows.config import (
+    Document,
+    apply_overrides,
+    differences,
+    dump_yaml,
+    is_pipeline,
+    load_document,
+    parse_bytes,
+    read_resolved,
+    resolved_comment,
+    validate,
+)
+from exitwave.workflows.launch import evaluate_run, locked, start_ranks
+from exitwave.workflows.progress import human_bytes, human_seconds
+from exitwave.workflows.provenance import git_commit, versions
+from exitwave.workflows.session import Session
+
+__all__ = ["PipelineSpec", "read_pipeline", "run_pipeline"]
+
+_OURS = ("report.html", "events.jsonl", "train", "cache", "dataset", "pipeline.yaml")  # the identity goes last
+_WHERE_NOT_WHAT = ("cluster", "ranks", "stage")  # where and with how many processes: may change between attempts
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ClusterSection(_Section):
+    """Where the simulation runs."""
+
+    kind: str = "local"
+    workers: int | None = Field(default=None, ge=1)
+
+
+class StageSection(_Section):
+    """How much of the local disk the cache may take."""
+
+    capacity: str | None = None
+
+    @field_validator("capacity", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        if value is not None:
+            try:
+                parse_bytes(value, "capacity")
+            except UsageError as error:
+                raise ValueError(str(error).removeprefix("capacity: ")) from None
+        return None if value is None else str(value)
+
+
+class EvaluateSection(_Section):
+    """Which samples the network is measured on."""
+
+    split: str = "test"
+
+
+class PipelineSpec(_Section):
+    """The whole line."""
+
+    name: str = Field(default="run", min_length=1)
+    campaign: CampaignSpec
+    cluster: ClusterSection = ClusterSection()
+    stage: StageSection = StageSection()
+    train: TrainSpec
+    ranks: int = Field(default=1, ge=1)
+    evaluate: EvaluateSection = EvaluateSection()
+
+
+def read_pipeline(path: Path, overrides: Sequence[str] = ()) -> tuple[Document, PipelineSpec]:
+    """Read and check a pipeline. Raises UsageError naming file, line and key of every fault."""
+    document = load_document(path)
+    if not is_pipeline(document):
+        raise UsageError(
+            f"{path}: a pipeline is expected, with `campaign:` and `train:` sections; `exitwave init "
+            "quickstart.yaml` writes "
+            "one. (A campaign alone is run by `exitwave simulate`.)"
+        )
+    apply_overrides(document, overrides)
+    return document, validate(document, PipelineSpec)
+
+
+def run_pipeline(
+    session: Session,
+    path: Path,
+    out: Path,
+    *,
+    cluster: str | None,
+    workers: int | None,
+    ranks: int | None,
+    fresh: bool,
+    overrides: Sequence[str],
+) -> dict[str, Any]:
+    """Do what is left to do; returns what came of it."""
+    document, spec = read_pipeline(path, overrides)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: this is a file; --out names a folder.")
+    began = time.monotonic()
+    planned = plan_campaign(document, spec.campaign, ("campaign",))
+    _refuse_foreign(out)
+    with locked(out):
+        resumed = _claim(out, spec, fresh=fresh)
+        log = EventLog(out / "events.jsonl")
+        log.emit("pipeline_started", name=spec.name, resumed=resumed)
+        if resumed:
+            session.note(f"Going on with {out}: what is done already is not done again.")
+        with session.progress() as feed:
+            line = _Line(session=session, log=log, feed=feed, out=out, spec=spec, planned=planned)
+            failed = line.simulate(cluster or spec.cluster.kind, workers or spec.cluster.workers)
+            line.stage()
+            line.train(ranks or spec.ranks)
+            metrics = line.evaluate()
+        report = line.report()
+        seconds = time.monotonic() - began
+        log.emit("pipeline_finished", seconds=round(seconds, 3), failed=failed)
+    return _document(out, report, metrics, failed=failed, seconds=seconds)
+
+
+@dataclass(kw_only=True)
+class _Line:
+    """The parts, in order. Each says when it is skipped, and records how long it took."""
+
+    session: Session
+    log: EventLog
+    feed: Callable[[Mapping[str, Any]], None]
+    out: Path
+    spec: PipelineSpec
+    planned: Planned
+
+    @property
+    def dataset(self) -> Path:
+        return self.out / "dataset"
+
+    @property
+    def run(self) -> Path:
+        return self.out / "train"
+
+    def simulate(self, cluster: str, workers: int | None) -> int:
+        """Returns how many shards failed for good."""
+        total = len(self.planned.plan.tasks)
+        missing = total - _committed(self.dataset, {task.shard_id for task in self.planned.plan.tasks})
+        if missing == 0:
+            self._skip("simulate", f"all {self.planned.plan.n_samples} samples are committed")
+            return 0
+        if missing < total:
+            self.session.note(f"simulate: {total - missing} of {total} shards are committed, {missing} to go")
+        with self._part("simulate", "the shards in hand"):
+            result = run_planned(
+                self.session, self.planned, self.dataset, cluster=cluster, workers=workers, feed=self.feed
+            )
+        return int(result.failed)
+
+    def stage(self) -> None:
+        capacity = None if self.spec.stage.capacity is None else parse_bytes(self.spec.stage.capacity)
+        with self._part("stage", "the shard in hand"):
+            report = stage_dataset(self.session, self.dataset, self.out / "cache", capacity, feed=self.feed)
+            if report["bytes_copied"] == 0:
+                self.session.note(f"stage: all {human_bytes(report['bytes_reused'])} are in the cache already")
+            self.log.emit("staged", **{k: report[k] for k in ("bytes_copied", "bytes_reused", "seconds")})
+
+    def train(self, ranks: int) -> None:
+        if _trained(self.run, self.spec.train):
+            self._skip("train", "the model is trained")
+            return
+        with self._part("train", "this step and its checkpoint"), locked(self.run):
+            start_ranks(
+                self.session,
+                self.spec.train,
+                self.dataset,
+                self.run,
+                ranks=ranks,
+                cache=self.out / "cache",
+                fresh=False,
+                feed=self.feed,
+            )
+
+    def evaluate(self) -> dict[str, Any]:
+        path = self.run / "metrics.json"
+        split = self.spec.evaluate.split
+        if path.exists() and path.stat().st_mtime_ns >= (self.run / "model.pt").stat().st_mtime_ns:
+            metrics: dict[str, Any] = json.loads(path.read_text())
+            if metrics.get("split") == split:
+                self._skip("evaluate", f"the metrics of split {split} are there")
+                return metrics
+        with self._part("evaluate", "the evaluation"):
+            return evaluate_run(self.session, self.run, self.dataset, split=split, cache=self.out / "cache")
+
+    def report(self) -> Path:
+        from exitwave.workflows.report import write_report
+
+        with self._part("report", "the report"):
+            return write_report(self.out)
+
+    def _skip(self, part: str, why: str) -> None:
+        self.session.note(f"{part}: {why}")
+        self.log.emit("part_skipped", part=part, why=why)
+
+    @contextmanager
+    def _part(self, part: str, what: str) -> Iterator[None]:
+        if self.session.stop.is_set():
+            self.log.emit("pipeline_interrupted", part=part)
+            raise InterruptedRunError(f"{self.out}: stopped before the part `{part}`.")
+        self.session.interrupts.what = what
+        self.log.emit("part_started", part=part)
+        began = time.monotonic()
+        ended = "part_failed"
+        try:
+            yield
+            ended = "part_finished"
+        except InterruptedRunError:
+            ended = "part_interrupted"
+            raise
+        finally:
+            self.log.emit(ended, part=part, seconds=round(time.monotonic() - began, 3))
+
+
+def _committed(dataset: Path, wanted: set[str]) -> int:
+    """How many of the wanted shards the manifest lists."""
+    from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
+
+    if not (dataset / MANIFEST_NAME).exists():
+        return 0
+    return len(wanted & {shard.shard_id for shard in load_manifest(dataset).shards})
+
+
+def _trained(run: Path, spec: TrainSpec) -> bool:
+    try:
+        identity = json.loads((run / "train.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return (run / "model.pt").exists() and identity.get("spec") == spec.canonical()
+
+
+def _refuse_foreign(out: Path) -> None:
+    """A folder with other people's files is never written into."""
+    if (out / "pipeline.yaml").exists() or not out.exists():
+        return
+    others = sorted(p.name for p in out.iterdir() if not p.name.startswith("."))
+    if others:
+        raise UsageError(
+            f"{out}: this folder was not made by `exitwave run` (no pipeline.yaml in it, but "
+            f"{', '.join(others[:3])}). Give "
+            "another --out."
+        )
+
+
+def _claim(out: Path, spec: PipelineSpec, *, fresh: bool) -> bool:
+    """Make the folder this pipeline's; returns whether it already was. Called under the folder's lock.
+
+    Raises UsageError with the difference when it belongs to another configuration.
+    """
+    path = out / "pipeline.yaml"
+    now = json.loads(json.dumps(spec.model_dump(mode="json")))
+    if path.exists() and fresh:
+        for name in _OURS:
+            _remove(out / name)
+    if path.exists():
+        before = read_resolved(path)
+        changed = differences(_what(before), _what(now))
+        if changed:
+            lines = "\n  ".join(changed)
+            raise UsageError(
+                f"{out}: was made with another configuration:\n  {lines}\nGive another --out, or --fresh to "
+                "delete what is "
+                "there and start again."
+            )
+        resumed = True
+    else:
+        resumed = False
+    made = {**versions(), "commit": git_commit() or "unknown"}
+    write_atomic(path, dump_yaml(now, comment=resolved_comment("A pipeline", made)).encode())
+    return resumed
+
+
+def _what(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in configuration.items() if key not in _WHERE_NOT_WHAT}
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _document(out: Path, report: Path, metrics: Mapping[str, Any], *, failed: int, seconds: float) -> dict[str, Any]:
+    figures = metrics.get("metrics", {})
+    words = ""
+    if figures.get("model") and figures.get("mean"):
+        others = ", ".join(
+            f"{name} {figures[key]['rmse_VA']:.3g}"
+            for key, name in (("idpc", "iDPC"), ("mean", "mean image"))
+            if key in figures
+        )
+        words = f"RMSE on split {metrics.get('split')}: network {figures['model']['rmse_VA']:.3g} V·Å ({others}).\n"
+    lost = f"{failed} shards failed: `exitwave failures {out / 'dataset'}`.\n" if failed else ""
+    return {
+        "run": str(out),
+        "report": str(report),
+        "seconds": round(seconds, 3),
+        "failed": failed,
+        "exit_code": 3 if failed else 0,
+        "evaluate": dict(metrics),
+        "message": f"{words}{lost}Done in {human_seconds(seconds)}. Open {report}",
+    }

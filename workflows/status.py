@@ -1,0 +1,148 @@
+"""`exitwave status` and `failures`: read from disk alone, so they work while a campaign runs and after it died."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.events import read_events
+from exitwave.ingest.manifest import MANIFEST_NAME
+from exitwave.workflows.progress import human_seconds
+from exitwave.workflows.session import Session
+from exitwave.workflows.tables import status_table
+
+__all__ = ["dataset_of", "failures_of", "show_status", "status_document", "watch_status"]
+
+_EVERY_S = 1.0
+
+
+def dataset_of(folder: Path) -> tuple[Path, Path | None]:
+    """The data set, and the pipeline's RUN if `folder` is one. UsageError when it is neither."""
+    if (folder / "pipeline.yaml").exists():
+        return folder / "dataset", folder
+    if (folder / MANIFEST_NAME).exists():
+        return folder, None
+    if not folder.exists():
+        raise UsageError(f"{folder}: no such folder.")
+    raise UsageError(f"{folder}: neither a data set (no {MANIFEST_NAME}) nor the folder of an `exitwave run`.")
+
+
+def failures_of(folder: Path) -> list[dict[str, Any]]:
+    """The contract's `failures`."""
+    from exitwave.simulate.state import campaign_failures
+
+    return campaign_failures(dataset_of(folder)[0])
+
+
+def status_document(folder: Path) -> dict[str, Any]:
+    """The contract's `status`, a sentence on who is at work (`state`), and for a RUN the parts of the line."""
+    from exitwave.simulate.state import campaign_status
+
+    dataset, run = dataset_of(folder)
+    if not (dataset / MANIFEST_NAME).exists():
+        assert run is not None
+        return {
+            "samples": {"planned": 0, "committed": 0, "failed": 0, "rejected": 0},
+            "shards": {"pending": 0, "running": 0, "committed": 0, "failed": 0},
+            "rate_samples_per_s": None,
+            "eta_s": None,
+            "attempts": 0,
+            "cluster": None,
+            "dashboard": None,
+            "state": "nothing is committed yet",
+            "stages": _stages(run, whole=False),
+        }
+    document: dict[str, Any] = campaign_status(dataset)
+    document["state"] = _state(document)
+    if run is not None:
+        document["stages"] = _stages(run, whole=document["samples"]["committed"] == document["samples"]["planned"])
+    return document
+
+
+def _state(document: dict[str, Any]) -> str:
+    """Who is at work, or how it ended."""
+    samples, shards = document["samples"], document["shards"]
+    if document["running"]:
+        who = document.get("controller") or {}
+        since = f" for {human_seconds(time.time() - float(who['since']))}" if who.get("since") else ""
+        return f"running{since} (host {who.get('host', '?')}, pid {who.get('pid', '?')})"
+    if samples["committed"] == samples["planned"]:
+        return "complete"
+    if shards["failed"] and samples["committed"] + samples["failed"] == samples["planned"]:
+        return "finished with failures: `exitwave failures` says why, `exitwave simulate` tries them again"
+    return "stopped: no controller holds the lease; the same `exitwave simulate` (or `run`) goes on"
+
+
+def _stages(run: Path, *, whole: bool) -> dict[str, str]:
+    """What is done of a pipeline, each part from its own truth."""
+    train = run / "train"
+    stages = {"simulate": "done" if whole else "not finished"}
+    parts = [e for e in read_events(run / "events.jsonl") if e["kind"].startswith("part_")]
+    last = {e["part"]: e["kind"].removeprefix("part_") for e in parts}
+    stages["stage"] = "done" if last.get("stage") == "finished" else "not finished"
+    stages["train"] = _training(train)
+    stages["evaluate"] = "done" if (train / "metrics.json").exists() else "not yet"
+    stages["report"] = str(run / "report.html") if (run / "report.html").exists() else "not yet"
+    return stages
+
+
+def _training(train: Path) -> str:
+    if (train / "model.pt").exists():
+        return "done"
+    if not (train / "events.jsonl").exists():
+        return "not yet"
+    events = read_events(train / "events.jsonl")
+    total = next((e["total_steps"] for e in reversed(events) if e.get("total_steps")), None)
+    step = next((e for e in reversed(events) if e["kind"] == "train_step"), None)
+    if step is None:
+        return "started"
+    return f"step {step['step']}" + (f" of {total}" if total else "") + f", loss {float(step['loss']):.4g}"
+
+
+def show_status(session: Session, folder: Path) -> None:
+    """Once."""
+    document = status_document(folder)
+    session.result(document, lambda: status_table(document))
+
+
+def watch_status(session: Session, folder: Path) -> None:
+    """Redraw until everything is committed and nobody is at work, or Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    document = status_document(folder)
+    if not console.is_terminal:
+        _watch_lines(session, folder)
+        return
+    with Live(status_table(document), console=console, auto_refresh=False) as live:
+        while not _ended(document):
+            if session.stop.wait(_EVERY_S):
+                return
+            document = status_document(folder)
+            live.update(status_table(document), refresh=True)
+
+
+def _watch_lines(session: Session, folder: Path) -> None:
+    """In a pipe: one JSON-free line when something changed."""
+    before = ""
+    while True:
+        document = status_document(folder)
+        samples = document["samples"]
+        line = f"{samples['committed']} of {samples['planned']} samples, {document['state'].split(':')[0]}"
+        key = json.dumps([samples, _ended(document)])
+        if key != before:
+            print(line, flush=True)
+            before = key
+        if _ended(document) or session.stop.wait(_EVERY_S):
+            return
+
+
+def _ended(document: dict[str, Any]) -> bool:
+    if document.get("running"):
+        return False
+    stages = document.get("stages")
+    return stages is None or stages["report"] != "not yet" or not document["samples"]["planned"]

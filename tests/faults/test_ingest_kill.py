@@ -28,7 +28,8 @@ NEW = 7
 
 def child(verb: str, dataset: Path, argument: object, point: str) -> int:
     command = [sys.executable, str(CHILD), verb, str(dataset), str(argument), point]
-    return subprocess.run(command, stderr=subprocess.DEVNULL if point != "never" else None).returncode
+    quiet = subprocess.DEVNULL if point != "never" else None
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=quiet).returncode
 
 
 @pytest.fixture(scope="module")
@@ -128,17 +129,21 @@ def test_killed_while_staging(tmp_path: Path, point: str) -> None:
 def test_killed_at_any_moment(tmp_path: Path, reference: str) -> None:
     """Two hundred kills at random times, the work going on after each until it is done."""
     rng = random.Random(11)
-    kills = 0
+    kills, longest = 0, {"write": 0.05, "stage": 0.02}
     while kills < 200:
         root, cache = make_dataset(tmp_path / f"d{kills}", "t"), tmp_path / f"c{kills}"
         for verb, argument in (("write", NEW), ("stage", cache)):
             while True:
                 command = [sys.executable, str(CHILD), verb, str(root), str(argument), "never"]
-                process = subprocess.Popen(command)
-                time.sleep(rng.uniform(0.15, 0.45))
-                process.kill()
-                if process.wait() == 0:
+                with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+                    assert process.stdout is not None
+                    assert process.stdout.readline() == b"ready\n"
+                    time.sleep(rng.uniform(0, longest[verb]))
+                    process.kill()
+                if process.returncode == 0:
+                    longest[verb] *= 0.9  # the machine is faster than thought: kill earlier
                     break
+                longest[verb] *= 1.03
                 kills += 1
                 check_after_write(root, reference)
                 if verb == "stage" and (cache / "tiny" / "ready").exists():

@@ -150,15 +150,27 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
+_notebooks: list[tuple[Any, Any, threading.Lock]] = []  # the default store, our connection to it, its lock
+
+
+def _notebook(store: Any) -> tuple[Any, threading.Lock]:
+    """One connection of our own to the rendezvous store for all boards of this process."""
+    for known, own, lock in _notebooks:
+        if known is store:
+            return own, lock
+    own = store
+    with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+        own = store.clone()  # a blocking get elsewhere must not silence this rank's heartbeat
+    _notebooks[:] = [(store, own, threading.Lock())]
+    return own, _notebooks[0][2]
+
+
 class _StoreBoard:
-    """Notes in a torch.distributed store (the rendezvous' TCPStore), under a prefix, on a connection of its own."""
+    """Notes in a torch.distributed store (the rendezvous' TCPStore), under a prefix."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
-            store = store.clone()  # a blocking get elsewhere must not silence this rank's heartbeat
-        self._store = store
+        self._store, self._lock = _notebook(store)
         self._prefix = prefix
-        self._lock = threading.Lock()
 
     def post(self, key: str, text: str) -> None:
         try:
@@ -182,73 +194,85 @@ class _StoreBoard:
 
 
 class TorchTransport:
-    """Collectives of torch.distributed on a process group of its own, a sibling of `process_group`.
+    """Collectives of torch.distributed among the ranks of `process_group`, on connections of its own.
 
-    A group of its own, because collectives are matched by order and the caller's group carries the caller's. Made
-    collectively: all ranks of `process_group`, and only they, construct it in the same order. `backend` None means
-    the backend of `process_group`; "gloo" serves control messages (NCCL has no bitwise operations).
+    Of its own, because collectives are matched by order and the group carries the caller's. Made collectively:
+    all ranks of `process_group`, and only they, construct it in the same order. `backend` None means the backend of
+    `process_group`; "gloo" serves control messages (NCCL has no bitwise operations). Raises `TransportError`, naming the
+    missing ranks, when not all come within `timeout_s`.
     """
 
     def __init__(self, process_group: Any = None, *, backend: str | None = None, timeout_s: float, label: str) -> None:
         if not dist.is_initialized():
             raise UsageError("no process group: call torch.distributed.init_process_group first, or run on one rank")
         parent = process_group if process_group is not None else dist.group.WORLD
-        ranks = dist.get_process_group_ranks(parent)
-        _meet(parent, len(ranks), timeout_s, label)
-        self._group = dist.new_group(
-            ranks,
-            backend=backend or dist.get_backend(parent),
-            timeout=datetime.timedelta(seconds=timeout_s),
-            use_local_synchronization=True,
-        )
-        self._global_ranks = ranks
-        self._blocking_wait = dist.get_backend(self._group) == "gloo"
-        name = c10d._get_process_group_name(self._group)
-        self._board = _StoreBoard(c10d._get_default_store(), f"exitwave/{label}/{name}")
+        self._rank, self._size = dist.get_rank(parent), dist.get_world_size(parent)
+        place = _meet(parent, self._size, timeout_s, label)
+        store = c10d._get_default_store()
+        timeout = datetime.timedelta(seconds=timeout_s)
+        self._blocking_wait = (backend or dist.get_backend(parent)) == "gloo"
+        try:
+            if self._blocking_wait:
+                connections = c10d.PrefixStore(f"{place}/gloo", store)
+                self._backend: Any = dist.ProcessGroupGloo(connections, self._rank, self._size, timeout)
+            else:
+                group = dist.new_group(
+                    dist.get_process_group_ranks(parent),
+                    backend=dist.get_backend(parent),
+                    timeout=timeout,
+                    use_local_synchronization=True,
+                )
+                self._backend = group._get_backend(torch.device("cuda"))
+        except RuntimeError as error:
+            raise TransportError(f"the {label} transport could not be opened: {_first_line(error)}") from error
+        self._board = _StoreBoard(store, place)
 
     @property
     def rank(self) -> int:
-        return dist.get_rank(self._group)
+        return self._rank
 
     @property
     def size(self) -> int:
-        return len(self._global_ranks)
+        return self._size
 
     @property
     def board(self) -> Board:
         return self._board
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceKind = "sum") -> Handle[torch.Tensor]:
-        work = self._start(dist.all_reduce, tensor, op=_TORCH_OPS[op])
-        return _WorkHandle(work, lambda: tensor, blocking_wait=self._blocking_wait)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _TORCH_OPS[op]
+        return self._start(tensor, self._backend.allreduce, [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
-        work = self._start(dist.broadcast, tensor, src=self._global_ranks[root])
-        return _WorkHandle(work, lambda: tensor, blocking_wait=self._blocking_wait)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._start(tensor, self._backend.broadcast, [tensor], options)
 
     def gather(self, payload: bytes) -> Handle[list[bytes]]:
-        return _GatherHandle(payload, self.size, self._start_counted)
+        return _GatherHandle(payload, self.size, self._gather_counted)
 
-    def _start_counted(self, output: torch.Tensor, own: torch.Tensor) -> _WorkHandle[torch.Tensor]:
-        work = self._start(dist.all_gather, list(output.chunk(self.size)), own)
-        return _WorkHandle(work, lambda: output, blocking_wait=self._blocking_wait)
+    def _gather_counted(self, output: torch.Tensor, own: torch.Tensor) -> _WorkHandle[torch.Tensor]:
+        return self._start(output, self._backend.allgather, [list(output.chunk(self.size))], [own])
 
-    def _start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _start(self, result: T, collective: Callable[..., Any], *args: Any) -> _WorkHandle[T]:
         try:
-            return collective(*args, group=self._group, async_op=True, **kwargs)
+            work = collective(*args)
         except RuntimeError as error:
             raise TransportError(f"the collective could not start: {_first_line(error)}") from error
+        return _WorkHandle(work, lambda: result, blocking_wait=self._blocking_wait)
 
 
 _meetings: dict[str, int] = {}
 
 
-def _meet(parent: Any, size: int, timeout_s: float, label: str) -> None:
-    """Wait until all ranks are here, so that a rank that never comes is named (torch's own barrier does not)."""
+def _meet(parent: Any, size: int, timeout_s: float, label: str) -> str:
+    """Wait until all ranks are here, so that a rank that never comes is named. Returns a store prefix of their own."""
     place = c10d._get_process_group_name(parent)
     number = _meetings[place] = _meetings.get(place, 0) + 1
     store = c10d._get_default_store()
-    key = f"exitwave/meet/{place}/{number}"
+    prefix = f"exitwave/{place}/{number}"
+    key = f"{prefix}/meet"
     try:
         store.set(f"{key}/{dist.get_rank(parent)}", label)
         store.add(key, 1)
@@ -263,6 +287,7 @@ def _meet(parent: Any, size: int, timeout_s: float, label: str) -> None:
             time.sleep(0.005)
     except RuntimeError as error:
         raise TransportError(f"the rendezvous store does not answer: {_first_line(error)}") from error
+    return prefix
 
 
 class _GatherHandle:

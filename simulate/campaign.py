@@ -24,7 +24,7 @@ from typing import Any
 
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.events import EventLog, read_events
-from exitwave.ingest.files import sweep_parts, write_atomic
+from exitwave.ingest.files import disk_full_means_interrupted, sweep_parts, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, ManifestWriter, create_dataset, load_manifest
 from exitwave.ingest.records import Header, PublishedShard
 from exitwave.simulate.cluster import Cluster, Outcome
@@ -82,8 +82,7 @@ def run_campaign(
     Raises UsageError (another campaign's data set, another controller at work, a file in the way), InterruptedRunError
     (`stop` was set, or the disk is full; the same call resumes). Failed tasks do not raise: see the result.
     """
-    with contextlib.suppress(FileExistsError):  # a file in the way is told of by create_dataset
-        dataset.mkdir(parents=True, exist_ok=True)
+    _make_folder(dataset)
     _refuse_other_campaign(plan, dataset)
     with Lease(dataset) as lease:
         _lay_out(plan, dataset)
@@ -95,6 +94,22 @@ def run_campaign(
                 return run.execute()
             finally:
                 sweep_parts(dataset)
+
+
+def _make_folder(dataset: Path) -> None:
+    """The folder of the data set; a file in the way and a folder of other things are refused."""
+    try:
+        with disk_full_means_interrupted(dataset):
+            dataset.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{dataset}: there is a file in the way; a folder for the data set expected") from None
+    if not (dataset / MANIFEST_NAME).exists():
+        ours = {CAMPAIGN_NAME, EVENTS_NAME, PLAN_NAME, "shards", "lease"}
+        foreign = sorted(p.name for p in dataset.iterdir() if p.name not in ours and not p.name.startswith("."))
+        if foreign:
+            raise UsageError(
+                f"{dataset} is not empty and no data set (it holds {', '.join(foreign[:3])}): give a new folder"
+            )
 
 
 def _lay_out(plan: Plan, dataset: Path) -> None:

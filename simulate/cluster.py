@@ -168,8 +168,10 @@ class _DaskCluster:
         self._client.register_plugin(PrepareWorker())
 
     def submit(self, key: str, function: Callable[..., Any], *args: Any) -> None:
-        # A key that was used before would give the earlier result: each submission has its own.
-        dask_key = f"{key}-{time.time_ns()}"
+        # A key that was used before would give the earlier result: each submission has its own. All share one prefix,
+        # by which the scheduler sees that they are of one kind and keeps them queued instead of handing them all out
+        # at once: a dying worker then takes few of them along.
+        dask_key = ("exitwave-task", f"{key}-{time.time_ns()}")
         self._futures[key] = self._client.submit(function, *args, key=dask_key, pure=False, retries=0)
 
     def wait(self, timeout_s: float) -> list[Outcome]:
@@ -266,7 +268,7 @@ class ExistingCluster(_DaskCluster):
         import distributed
 
         try:
-            self._client = distributed.Client(self.name, timeout=10)
+            self._client = distributed.Client(self.name, timeout=5)
         except (OSError, TimeoutError) as error:
             raise UsageError(f"--cluster {self.name}: no scheduler answers there ({describe(error)})") from None
         workers = self._client.scheduler_info(n_workers=-1)["workers"]

@@ -108,8 +108,9 @@ def test_label_and_probes_lie_on_one_map(simulator: Simulator, rotation: float) 
     outside = np.hypot(ky, kx) * spec.q_sampling_yx_per_A[0] * spec.wavelength_A * 1e3 > 29
     dark_field = (cbed * outside).sum((-2, -1))
     assert np.unravel_index(dark_field.argmax(), dark_field.shape) == (3, 5)
-    com_y, com_x = centre_of_mass(cbed[3, 5])
-    assert abs(com_y) < 2e-2 and abs(com_x) < 2e-2
+    # abTEM lays an atom between grid points by bilinear weights, by which its centre moves by up to 0.004 Å.
+    on_axis = np.hypot(*centre_of_mass(cbed[3, 5]))
+    assert on_axis < 0.05 * np.hypot(*centre_of_mass(cbed[3, 4]))
     # The neighbour at -x of the scan is deflected along the scan's own x axis, turned by the rotation.
     com_y, com_x = centre_of_mass(cbed[3, 4])
     angle = np.degrees(np.arctan2(com_y, com_x))

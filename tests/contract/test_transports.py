@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exitwave.train.transport import LoopbackHub, TorchTransport, Transport, TransportError
+from exitwave.train.loopback import LoopbackHub
+from exitwave.train.transport import TorchTransport, Transport, TransportError
 
 SIZE = 3
 LIMIT_S = 20.0

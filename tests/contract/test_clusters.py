@@ -1,0 +1,169 @@
+"""One suite for every cluster: results come back by key, failures are told apart, nothing is lost or given twice."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sim_samples import plan
+
+from exitwave.ingest.dataset import open_dataset
+from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.simulate.campaign import run_campaign
+from exitwave.simulate.cluster import Cluster, Outcome, make_cluster
+
+
+@pytest.fixture(scope="module", params=["inline", "local"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = make_cluster(request.param, workers=1 if request.param == "inline" else 2)
+    made.start("weak-phase")
+    yield made
+    made.close()
+
+
+def double(value: Any) -> Any:
+    return value * 2
+
+
+def fail(kind: str) -> None:
+    if kind == "memory":
+        raise MemoryError("no room for 3 GB")
+    if kind == "disk":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    if kind == "interrupted":
+        raise InterruptedRunError("the disk is full")
+    raise ValueError(f"cannot: {kind}")
+
+
+def unpicklable() -> Any:
+    return threading.Lock()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def linger(path: str, seconds: float) -> str:
+    Path(path).touch()
+    time.sleep(seconds)
+    return path
+
+
+def collect(cluster: Cluster, count: int, seconds: float = 60.0) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    until = time.monotonic() + seconds
+    while len(outcomes) < count and time.monotonic() < until:
+        for outcome in cluster.wait(0.2):
+            assert outcome.key not in outcomes
+            outcomes[outcome.key] = outcome
+    assert len(outcomes) == count
+    return outcomes
+
+
+def test_every_key_comes_back_once_with_its_result(cluster: Cluster) -> None:
+    for k in range(20):
+        cluster.submit(f"k{k}", double, k)
+    outcomes = collect(cluster, 20)
+    assert {key: o.result for key, o in outcomes.items()} == {f"k{k}": 2 * k for k in range(20)}
+    assert {o.kind for o in outcomes.values()} == {"ok"}
+    assert cluster.wait(0.01) == []
+
+
+def test_a_key_may_be_submitted_again(cluster: Cluster) -> None:
+    for value in (1, 5):
+        cluster.submit("again", double, value)
+        assert collect(cluster, 1)["again"].result == 2 * value
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"), [("other", "error"), ("memory", "memory"), ("disk", "disk-full"), ("interrupted", "disk-full")]
+)
+def test_failures_are_told_apart(cluster: Cluster, raised: str, kind: str) -> None:
+    cluster.submit("bad", fail, raised)
+    cluster.submit("good", double, 1)
+    outcomes = collect(cluster, 2)
+    assert outcomes["good"].result == 2
+    assert outcomes["bad"].kind == kind and outcomes["bad"].error
+    if raised == "other":
+        assert outcomes["bad"].error == "ValueError: cannot: other"
+
+
+def test_a_result_that_cannot_travel_is_an_error(cluster: Cluster) -> None:
+    cluster.submit("lock", unpicklable)
+    assert collect(cluster, 1)["lock"].kind == "error"
+
+
+def test_waiting_tasks_can_be_dropped(cluster: Cluster, tmp_path: Path) -> None:
+    for k in range(8):
+        cluster.submit(f"w{k}", linger, str(tmp_path / f"{k}"), 0.3)
+    dropped = cluster.drop_waiting()
+    rest = {f"w{k}" for k in range(8)} - set(dropped)
+    assert dropped
+    outcomes = collect(cluster, len(rest)) if rest else {}
+    assert set(outcomes) == rest
+    # A task that was handed out in that very moment may still run, but its outcome is never given.
+    begun = {p.name for p in tmp_path.iterdir()}
+    assert {key[1:] for key in rest} <= begun and len(begun) <= len(rest) + cluster.n_workers
+
+
+def test_after_a_restart_it_works_again(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.submit("lost", linger, str(tmp_path / "x"), 60.0 if cluster.name == "local" else 0.0)
+    cluster.restart()
+    cluster.submit("new", double, 4)
+    assert collect(cluster, 1)["new"].result == 8
+
+
+def test_a_killed_worker_takes_no_queue_along(cluster: Cluster) -> None:
+    if cluster.name == "inline":
+        return  # its worker is this process
+    cluster.submit("dies", die)
+    for k in range(20):
+        cluster.submit(f"ok{k}", double, k)
+    outcomes = collect(cluster, 21)
+    assert outcomes["dies"].kind == "killed"
+    # Before the scheduler sees that they are many, it hands out two tasks a worker: one may share its neighbour's fate.
+    taken_along = [key for key, o in outcomes.items() if key != "dies" and o.kind != "ok"]
+    assert len(taken_along) <= 1
+
+
+def test_the_dashboard_listens_on_this_machine_only(cluster: Cluster) -> None:
+    if cluster.name == "inline":
+        assert cluster.dashboard_link is None
+        return
+    assert cluster.dashboard_link is not None and cluster.dashboard_link.startswith("http://127.0.0.1:")
+    listening = [c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    assert listening and {c.laddr.ip for c in listening} <= {"127.0.0.1"}
+
+
+def test_wrong_names_are_refused() -> None:
+    for name, workers, told in [
+        ("slurmy", None, "inline, local, or the address"),
+        ("inline", 2, "one worker"),
+        ("local", 0, "at least 1"),
+    ]:
+        with pytest.raises(UsageError, match=told):
+            make_cluster(name, workers=workers)
+    with pytest.raises(UsageError, match="no scheduler answers"):
+        make_cluster("tcp://127.0.0.1:9").start("weak-phase")
+
+
+def test_a_campaign_makes_the_same_bits_on_any_cluster(tmp_path: Path) -> None:
+    """abTEM on inline, on one and on two local workers: the same files, byte for byte, in the same order."""
+    small = plan(samples_per_structure=2, samples_per_shard=1)
+    found = []
+    for name, workers in (("inline", 1), ("local", 1), ("local", 2)):
+        root = tmp_path / f"{name}{workers}"
+        result = run_campaign(small, root, make_cluster(name, workers=workers))
+        assert (result.committed, result.failed, result.samples) == (6, 0, 6)
+        dataset = open_dataset(root)
+        assert dataset.uids.tolist() == [sample.uid for sample in small.samples()]
+        found.append({shard.shard_id: shard.xxh3_128 for shard in dataset.manifest.shards})
+    assert found[0] == found[1] == found[2]

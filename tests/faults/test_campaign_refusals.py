@@ -1,0 +1,104 @@
+"""What a campaign refuses, and what one bad structure costs: itself."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sim_samples import plan
+
+from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.ingest.manifest import load_manifest
+from exitwave.simulate.campaign import disk_shortage, run_campaign
+from exitwave.simulate.cluster import InlineCluster
+from exitwave.simulate.state import campaign_failures, campaign_status
+
+QUICK: dict[str, Any] = {"simulator": "weak-phase"}
+
+
+def run(made: Any, dataset: Path, **options: Any) -> Any:
+    return run_campaign(made, dataset, InlineCluster(), **options)
+
+
+def test_another_campaign_on_the_same_folder_is_refused_with_the_difference(tmp_path: Path) -> None:
+    run(plan(**QUICK), tmp_path / "d")
+    before = (tmp_path / "d" / "manifest.jsonl").read_bytes()
+    with pytest.raises(UsageError, match=r"another campaign .*label.blur_A: 0.3 -> 0.5"):
+        run(plan(**QUICK, label={"shape": [8, 8], "blur_A": 0.5}), tmp_path / "d")
+    assert (tmp_path / "d" / "manifest.jsonl").read_bytes() == before
+
+
+def test_a_finished_campaign_is_not_run_again(tmp_path: Path) -> None:
+    first = run(plan(**QUICK), tmp_path / "d")
+    told: list[dict[str, Any]] = []
+    second = run(plan(**QUICK), tmp_path / "d", listeners=[told.append])
+    assert (first.committed, second.committed, second.samples) == (6, 6, 12)
+    assert told == []
+
+
+def test_one_structure_that_fails_costs_only_its_own_shards(tmp_path: Path) -> None:
+    """A shard of one structure is damaged where it lies: its worker raises each time, the others are committed."""
+    made = plan(**QUICK)
+    dataset = tmp_path / "d"
+    bad = made.tasks[2]
+    from exitwave.ingest.files import shard_path
+
+    path = dataset / shard_path(bad.shard_id)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no HDF5")
+    events: list[dict[str, Any]] = []
+    result = run(made, dataset, listeners=[events.append])
+    assert (result.committed, result.failed, result.failed_samples) == (5, 1, 2)
+    assert bad.shard_id not in {s.shard_id for s in load_manifest(dataset).shards}
+    (failure,) = campaign_failures(dataset)
+    assert failure["task"] == bad.task_id and failure["state"] == "error" and failure["attempts"] == 2
+    assert bad.shard_id in failure["why"] and failure["structures"] == [bad.structure.source]
+    assert campaign_status(dataset)["samples"] == {"planned": 12, "committed": 10, "failed": 2, "rejected": 0}
+    path.unlink()
+    again = run(made, dataset)
+    assert (again.committed, again.failed) == (6, 0) and campaign_failures(dataset) == []
+
+
+def test_a_stop_that_was_set_before_runs_nothing(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(InterruptedRunError, match="0 of 6 shards"):
+        run(plan(**QUICK), tmp_path / "d", stop=stop)
+    assert run(plan(**QUICK), tmp_path / "d").committed == 6
+
+
+def test_a_silent_cluster_is_given_up_and_its_tasks_time_out(tmp_path: Path) -> None:
+    class Silent(InlineCluster):
+        restarts = 0
+
+        def wait(self, timeout_s: float) -> list[Any]:
+            return []
+
+        def restart(self) -> None:
+            Silent.restarts += 1
+            super().restart()
+
+    made = plan(**QUICK)
+    result = run_campaign(made, tmp_path / "d", Silent(), stall_s=0.01)
+    assert result.failed == 6 and result.committed == 0 and Silent.restarts >= 2
+    assert {f["state"] for f in campaign_failures(tmp_path / "d")} == {"timeout"}
+
+
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "d").write_text("")
+    with pytest.raises(UsageError, match="a file in the way"):
+        run(plan(**QUICK), tmp_path / "d")
+    with pytest.raises(UsageError, match="a file in the way"):
+        run(plan(**QUICK), tmp_path / "d" / "below")
+    with pytest.raises(UsageError, match=r"no data set .it holds d.: give a new folder"):
+        run(plan(**QUICK), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_what_does_not_fit_on_the_disk_is_told_before(tmp_path: Path) -> None:
+    made = plan(**QUICK)
+    assert disk_shortage(made, tmp_path / "not" / "yet") is None
+    huge = type(made)(**{**made.__dict__, "bytes": 10**18})
+    assert "1000 TB" in (disk_shortage(huge, tmp_path) or "") or "1e+06 TB" in (disk_shortage(huge, tmp_path) or "")

@@ -1,4 +1,5 @@
-"""How ranks exchange tensors: one small Protocol, spoken by torch.distributed and by ranks inside one process.
+"""How ranks exchange tensors: one small Protocol, spoken by torch.distributed (here) and by ranks inside one process
+(`exitwave.train.loopback`).
 
 Everything above (the allreduce engine, spatial parallelism) talks to a `Transport` and never to torch.distributed. The
 Protocol asks little: start a collective and get a `Handle`; wait for the handle with a time limit; write small notes on
@@ -24,7 +25,6 @@ import datetime
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -36,8 +36,6 @@ from exitwave.ingest.errors import ExitwaveError, UsageError
 __all__ = [
     "Board",
     "Handle",
-    "LoopbackHub",
-    "LoopbackTransport",
     "ReduceKind",
     "TorchTransport",
     "Transport",
@@ -198,8 +196,10 @@ class TorchTransport:
 
     Of its own, because collectives are matched by order and the group carries the caller's. Made collectively:
     all ranks of `process_group`, and only they, construct it in the same order. `backend` None means the backend of
-    `process_group`; "gloo" serves control messages (NCCL has no bitwise operations). Raises `TransportError`, naming the
-    missing ranks, when not all come within `timeout_s`.
+    `process_group`; "gloo" serves control messages (NCCL has no bitwise operations).
+
+    Raises `TransportError`, naming the missing ranks, when not all come within `timeout_s`. A collective is given up
+    somewhat later than that, so that a caller who waits `timeout_s` for it speaks first, with better words.
     """
 
     def __init__(self, process_group: Any = None, *, backend: str | None = None, timeout_s: float, label: str) -> None:
@@ -209,7 +209,7 @@ class TorchTransport:
         self._rank, self._size = dist.get_rank(parent), dist.get_world_size(parent)
         place = _meet(parent, self._size, timeout_s, label)
         store = c10d._get_default_store()
-        timeout = datetime.timedelta(seconds=timeout_s)
+        timeout = datetime.timedelta(seconds=1.25 * timeout_s + 2)
         self._blocking_wait = (backend or dist.get_backend(parent)) == "gloo"
         try:
             if self._blocking_wait:
@@ -313,162 +313,3 @@ class _GatherHandle:
             self._payloads = self._start(torch.zeros(self._size * longest, dtype=torch.uint8), padded)
         rows = self._payloads.wait(timeout_s).view(self._size, longest).numpy()  # (rank, byte)
         return [rows[rank, :n].tobytes() for rank, n in enumerate(lengths)]
-
-
-# ------------------------------------------------------------------------------------------------------ loopback
-
-
-@dataclass
-class _Round:
-    """One collective of a loopback hub: what each rank brought, and the outcome once the last has come."""
-
-    brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    results: list[Any] | None = None
-    error: str | None = None
-    ready: threading.Event = field(default_factory=threading.Event)
-
-
-class LoopbackHub:
-    """All ranks of a transport inside this process: threads, or one thread that plays every rank in turn.
-
-    Nothing runs in the background: a collective completes inside the call of the last rank that joins it, so a
-    single-threaded test chooses every interleaving itself.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._lock = threading.Lock()
-        self._rounds: list[_Round] = []
-        self._next_round = [0] * size
-        self._lost: dict[int, str] = {}
-        self.notes: dict[str, str] = {}
-
-    def transport(self, rank: int) -> LoopbackTransport:
-        """Rank `rank`'s end."""
-        return LoopbackTransport(self, rank)
-
-    def lose(self, rank: int, why: str = "lost") -> None:
-        """Let a rank die: every collective that it has not joined, now or later, fails on all others."""
-        with self._lock:
-            self._lost[rank] = why
-            for number in range(self._next_round[rank], len(self._rounds)):
-                self._fail(self._rounds[number])
-
-    def join(self, rank: int, kind: str, value: Any) -> _Round:
-        """Take part in this rank's next collective."""
-        with self._lock:
-            number = self._next_round[rank]
-            self._next_round[rank] += 1
-            while len(self._rounds) <= number:
-                self._rounds.append(_Round())
-            this = self._rounds[number]
-            this.brought[rank] = (kind, value)
-            if any(self._next_round[lost] <= number for lost in self._lost):
-                self._fail(this)
-            elif len(this.brought) == self.size and not this.ready.is_set():
-                self._complete(this)
-            return this
-
-    def _fail(self, this: _Round) -> None:
-        if not this.ready.is_set():
-            this.error = "connection closed by rank " + ", ".join(f"{r} ({why})" for r, why in self._lost.items())
-            this.ready.set()
-
-    def _complete(self, this: _Round) -> None:
-        kinds = {kind for kind, _ in this.brought.values()}
-        values = [this.brought[rank][1] for rank in range(self.size)]
-        if len(kinds) > 1:
-            this.error = f"ranks started different collectives: {sorted(kinds)}"
-        else:
-            try:
-                this.results = _loopback_result(next(iter(kinds)), values)
-            except ValueError as error:
-                this.error = str(error)
-        this.ready.set()
-
-
-def _loopback_result(kind: str, values: list[Any]) -> list[Any]:
-    """What each rank receives. Tensors are written in place, in rank order, from one common result."""
-    name, _, detail = kind.partition(":")
-    if name == "gather":
-        return [list(values) for _ in values]
-    shapes = {(tuple(v.shape), v.dtype) for v in values}
-    if len(shapes) > 1:
-        raise ValueError(f"tensors differ between ranks: {sorted(map(str, shapes))}")
-    if name == "broadcast":
-        common = values[int(detail)].clone()
-    else:
-        common = values[0].clone()
-        for value in values[1:]:
-            common = _COMBINE[detail](common, value)
-    for value in values:
-        value.copy_(common)
-    return values
-
-
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-}
-
-
-class _RoundHandle(Generic[T]):
-    def __init__(self, this: _Round, rank: int) -> None:
-        self._round = this
-        self._rank = rank
-
-    def done(self) -> bool:
-        return self._round.ready.is_set()
-
-    def wait(self, timeout_s: float) -> T:
-        if not self._round.ready.wait(timeout_s):
-            raise TimeoutError(f"still in flight after {timeout_s:.3g} s")
-        if self._round.error is not None:
-            raise TransportError(f"the collective failed: {self._round.error}")
-        assert self._round.results is not None
-        result: T = self._round.results[self._rank]
-        return result
-
-
-class _HubBoard:
-    def __init__(self, notes: dict[str, str]) -> None:
-        self._notes = notes
-
-    def post(self, key: str, text: str) -> None:
-        self._notes[key] = text
-
-    def read(self, keys: Sequence[str]) -> list[str | None]:
-        return [self._notes.get(key) for key in keys]
-
-
-class LoopbackTransport:
-    """One rank's end of a `LoopbackHub`."""
-
-    def __init__(self, hub: LoopbackHub, rank: int) -> None:
-        self._hub = hub
-        self._rank = rank
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._hub.size
-
-    @property
-    def board(self) -> Board:
-        return _HubBoard(self._hub.notes)
-
-    def allreduce(self, tensor: torch.Tensor, op: ReduceKind = "sum") -> Handle[torch.Tensor]:
-        return _RoundHandle(self._hub.join(self._rank, f"allreduce:{op}", tensor), self._rank)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
-        return _RoundHandle(self._hub.join(self._rank, f"broadcast:{root}", tensor), self._rank)
-
-    def gather(self, payload: bytes) -> Handle[list[bytes]]:
-        return _RoundHandle(self._hub.join(self._rank, "gather", payload), self._rank)

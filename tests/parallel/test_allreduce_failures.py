@@ -59,6 +59,7 @@ def lost_submissions(rank: int, report: Report) -> None:
     def stays_away(name: str, others, absent) -> None:
         if rank == 1:
             notes.wait([f"{name}/0", f"{name}/2"])
+            time.sleep(LIMIT_S / 10)  # two beats: the verdict arrives without a call
             report.expect(name, StallError, absent)
         else:
             report.expect(name, StallError, others)
@@ -88,7 +89,7 @@ def absent_from_calls(rank: int, report: Report) -> None:
         report.expect("function", StallError, lambda: allreduce(torch.ones(1), name="grads"))
         report.expect("construction", TransportError, lambda: GroupedAllreduce(net(), timeout_s=1))
     else:
-        time.sleep(2 * LIMIT_S + 12)
+        time.sleep(2 * LIMIT_S)
 
 
 def an_exception(rank: int, report: Report) -> None:
@@ -187,7 +188,7 @@ def test_a_call_that_one_rank_never_makes(reports):
 
 
 def test_a_construction_that_one_rank_never_makes(reports):
-    message = said(reports, "absent_from_calls", 0, "construction", within_s=16)
+    message = said(reports, "absent_from_calls", 0, "construction", within_s=6)
     assert "rank 1 never came" in message
 
 

@@ -21,7 +21,7 @@ from exitwave.train.allreduce.functional import _exchange, _How, _requests
 from exitwave.train.allreduce.negotiation import Request
 from exitwave.train.allreduce.session import Session
 from exitwave.train.allreduce.stall import Progress, Watch, explain
-from exitwave.train.transport import LoopbackHub
+from exitwave.train.loopback import LoopbackHub
 
 
 def on_ranks(size: int, work: Callable[..., Any], *, seconds: float = 60) -> list[Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from exitwave.ingest.errors import UsageError
 from exitwave.train.allreduce import negotiation as n
 from exitwave.train.allreduce.schedules import BitvectorSchedule, StaticSchedule
-from exitwave.train.transport import LoopbackHub
+from exitwave.train.loopback import LoopbackHub
 
 
 def group(name: str, size: int = 1, signature: str = "float32 (3,)") -> tuple[n.Request, ...]:

@@ -30,6 +30,7 @@ from exitwave.train.allreduce import groups
 from exitwave.train.allreduce.agreement import broadcast_tensors, describe, verify_same
 from exitwave.train.allreduce.fusion import FusionBuffers
 from exitwave.train.allreduce.groups import GroupPlan
+from exitwave.train.allreduce.module_plan import plan_module
 from exitwave.train.allreduce.schedules import BitvectorSchedule, Schedule, StaticSchedule, plan_requests
 from exitwave.train.allreduce.stall import Progress, Watch
 from exitwave.train.transport import Handle, TorchTransport, Transport
@@ -37,7 +38,6 @@ from exitwave.train.transport import Handle, TorchTransport, Transport
 __all__ = ["Counters", "GroupedAllreduce"]
 
 _PROTOCOLS = ("static", "bitvector")
-_SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(kw_only=True)
@@ -100,7 +100,7 @@ class GroupedAllreduce(nn.Module):
         self.module = module
         named = list(module.named_parameters())  # a shared parameter appears once, under its first name
         self._parameters_by_name = {n: p for n, p in reversed(named) if p.requires_grad}  # ≈ ready order
-        self.plan = _make_plan(module, self._parameters_by_name, grouping)
+        self.plan = plan_module(module, self._parameters_by_name, grouping)
         self.counters = Counters()
         self._sync = True
         self._running = False  # between the first hook of a reduced backward pass and its end
@@ -110,10 +110,10 @@ class GroupedAllreduce(nn.Module):
         self._data: Transport | None = None
         self._control: Transport | None = None
         if transports is None and dist.is_available() and dist.is_initialized() and _size(process_group) > 1:
-            data = TorchTransport(process_group, timeout_s=timeout_s + 10, label="data")
+            data = TorchTransport(process_group, timeout_s=timeout_s, label="data")
             transports = (
                 data,
-                TorchTransport(process_group, backend="gloo", timeout_s=timeout_s + 10, label="control"),
+                TorchTransport(process_group, backend="gloo", timeout_s=timeout_s, label="control"),
             )
         self.world_size = transports[0].size if transports else 1
         self._divisor = _divisor(average_over, self.world_size)
@@ -404,55 +404,3 @@ def _divisor(average_over: Any, world_size: int) -> int:
     if not 1 <= divisor <= world_size or world_size % divisor:
         raise UsageError(f"average_over={divisor}: expected a divisor of the world size {world_size}")
     return divisor
-
-
-def _make_plan(
-    module: nn.Module, trainable: Mapping[str, torch.Tensor], grouping: str | groups.Grouping | GroupPlan
-) -> GroupPlan:
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise UsageError(f"{name} has no shape yet: run the lazy module once before wrapping it")
-        if name in trainable and parameter.dtype not in _SUMMABLE:
-            raise UsageError(f"{name} is {describe(parameter)}: gradients of this dtype cannot be averaged")
-    if not trainable:
-        raise UsageError("the module has no parameter that requires a gradient: nothing to reduce")
-    infos = _tensor_infos(module, trainable)
-    if not isinstance(grouping, GroupPlan):
-        return groups.plan_groups(infos, groups.parse_grouping(grouping) if isinstance(grouping, str) else grouping)
-    planned = {name: (group.dtype, group.device) for group in grouping.groups for name in group.names}
-    actual = {info.name: (info.dtype, info.device) for info in infos}
-    if planned != actual:
-        odd = next(name for name in [*planned, *actual] if planned.get(name) != actual.get(name))
-        raise UsageError(
-            f"the saved plan does not fit: {odd} is {planned.get(odd)} in it, {actual.get(odd)} in the module"
-        )
-    return grouping
-
-
-def _tensor_infos(module: nn.Module, trainable: Mapping[str, torch.Tensor]) -> list[groups.TensorInfo]:
-    holders = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    containers = frozenset(path for path, child in module.named_modules() if path and type(child) in holders)
-    blocks = groups.assign_blocks(list(trainable), containers)
-    devices: dict[str, list[torch.device]] = {}  # cuda:0 on one rank is cuda:1 on another: number them as they come
-    for parameter in trainable.values():
-        seen = devices.setdefault(parameter.device.type, [])
-        if parameter.device not in seen:
-            seen.append(parameter.device)
-    return [
-        groups.TensorInfo(
-            name=name,
-            shape=tuple(parameter.shape),
-            stride=tuple(parameter.stride()),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            device=_device_label(parameter.device, devices[parameter.device.type]),
-            numel=parameter.numel(),
-            nbytes=parameter.numel() * parameter.element_size(),
-            block=blocks[name],
-        )
-        for name, parameter in trainable.items()
-    ]
-
-
-def _device_label(device: torch.device, seen: list[torch.device]) -> str:
-    place = seen.index(device)
-    return device.type if place == 0 else f"{device.type}#{place}"

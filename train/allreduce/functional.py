@@ -239,8 +239,8 @@ def _size(process_set: Any) -> int:
 def _session(process_set: Any, timeout_s: float) -> Session:
     group = _group(process_set)
     if id(group) not in _sessions:
-        data = TorchTransport(group, timeout_s=timeout_s + 10, label="data")
-        control = TorchTransport(group, backend="gloo", timeout_s=timeout_s + 10, label="control")
+        data = TorchTransport(group, timeout_s=timeout_s, label="data")
+        control = TorchTransport(group, backend="gloo", timeout_s=timeout_s, label="control")
         _sessions[id(group)] = (group, Session(data, control, timeout_s=timeout_s), [0])
     return _sessions[id(group)][1]
 

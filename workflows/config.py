@@ -13,6 +13,7 @@ stands twice is a fault, because YAML would silently keep the last.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,7 +168,11 @@ class _Reader:
             raise UsageError(
                 f"{self._at(node)}: the tag {tag.replace(_TAG, '!!')} is not read here; give a plain value."
             )
-        return self._yaml.constructor.construct_object(node, deep=True)
+        try:
+            return self._yaml.constructor.construct_object(node, deep=True)
+        except (ValueError, YAMLError):
+            said = tag.replace(_TAG, "!!")
+            raise UsageError(f"{self._at(node)}: {node.value!r} is not what its tag {said} says.") from None
 
     def _plain_tag(self, node: Node, expected: str) -> None:
         if str(node.tag) != _TAG + expected:
@@ -301,15 +306,42 @@ def _lines(document: Document, path: KeyPath, faults: Sequence[Fault]) -> Iterat
 
 
 def dump_yaml(data: Mapping[str, Any], *, comment: Sequence[str] = ()) -> str:
-    """`data` as YAML text, under comment lines."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = None
-    yaml.width = 110
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    yaml.representer.sort_base_mapping_type_on_output = False
-    out = StringIO()
-    yaml.dump(dict(data), out)
-    return "".join(f"# {line}".rstrip() + "\n" for line in comment) + out.getvalue()
+    """`data` (dicts with text keys, lists, text, numbers, booleans, None) as YAML text, under comment lines."""
+    lines = [f"# {line}".rstrip() for line in comment]
+    return "\n".join([*lines, *_block(data, "")]) + "\n"
+
+
+def _block(data: Mapping[str, Any], indent: str) -> Iterator[str]:
+    """One line a key; what fits on a line stays on it."""
+    for key, value in data.items():
+        line = f"{indent}{_text(str(key))}: {_flow(value)}"
+        if len(line) <= 110 or not value or not isinstance(value, dict | list):
+            yield line
+        elif isinstance(value, dict):
+            yield f"{indent}{_text(str(key))}:"
+            yield from _block(value, indent + "  ")
+        else:
+            yield f"{indent}{_text(str(key))}:"
+            yield from (f"{indent}  - {_flow(item)}" for item in value)
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_text(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return _text(value) if isinstance(value, str) else json.dumps(value, allow_nan=False)
+
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./*-]*")
+_MEANING = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}  # to any reader of YAML 1.1 or 1.2
+
+
+def _text(value: str) -> str:
+    """A plain word where that is safe, else a double-quoted string (JSON's are YAML's)."""
+    if _WORD.fullmatch(value) and value.lower() not in _MEANING:
+        return value
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(value, ensure_ascii=False))
 
 
 def resolved_comment(what: str, versions: Mapping[str, str]) -> list[str]:

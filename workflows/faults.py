@@ -74,9 +74,9 @@ def _path_in(value: Any, loc: Sequence[str | int], *, missing: bool) -> KeyPath:
     path: list[str | int] = []
     here = value
     for i, part in enumerate(loc):
-        if (isinstance(here, Mapping) and part in here) or (
-            isinstance(here, list) and isinstance(part, int) and part < len(here)
-        ):
+        in_mapping = isinstance(here, Mapping) and part in here
+        in_list = isinstance(here, list) and isinstance(part, int) and part < len(here)
+        if in_mapping or in_list:
             path.append(part)
             here = here[part]
         elif missing and i == len(loc) - 1:

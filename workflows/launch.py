@@ -110,6 +110,8 @@ def start_ranks(
     if fresh:
         arguments += ["--fresh"]
     events = out / "events.jsonl"
+    if fresh:
+        events.unlink(missing_ok=True)
     tail = _Tail(events, from_end=not fresh)
     with (out / "train.log").open("ab") as log:
         process = subprocess.Popen(
@@ -205,9 +207,9 @@ class _Tail:
     def read(self) -> list[dict[str, Any]]:
         try:
             with self.path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:  # a fresh start removed the old log
-                    self._offset, self._inode = 0 if self._inode is not None else self._offset, inode
+                info = os.fstat(file.fileno())
+                if info.st_ino != self._inode or info.st_size < self._offset:  # another file under that name
+                    self._offset, self._inode = 0, info.st_ino
                 file.seek(self._offset)
                 data = file.read()
         except OSError:

@@ -280,7 +280,7 @@ def _claim(out: Path, spec: PipelineSpec, *, fresh: bool) -> bool:
     Raises UsageError with the difference when it belongs to another configuration.
     """
     path = out / "pipeline.yaml"
-    now = json.loads(json.dumps(spec.model_dump(mode="json")))
+    now = _resolved(spec)
     if path.exists() and fresh:
         for name in _OURS:
             _remove(out / name)
@@ -300,6 +300,14 @@ def _claim(out: Path, spec: PipelineSpec, *, fresh: bool) -> bool:
     made = {**versions(), "commit": git_commit() or "unknown"}
     write_atomic(path, dump_yaml(now, comment=resolved_comment("A pipeline", made)).encode())
     return resumed
+
+
+def _resolved(spec: PipelineSpec) -> dict[str, Any]:
+    """Every default filled in; of a structure only what it says (the other kinds of source are no defaults)."""
+    data: dict[str, Any] = json.loads(json.dumps(spec.model_dump(mode="json")))
+    structures = data["campaign"]["structures"]
+    data["campaign"]["structures"] = [{k: v for k, v in s.items() if v not in (None, [], "")} for s in structures]
+    return data
 
 
 def _what(configuration: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class ProgressState:
         handler: Callable[[Event, float], Bar | None] | None = getattr(self, f"_on_{event.get('kind')}", None)
         if handler is None:
             return None
-        now = float(event.get("t") or time.time())
+        now = float(event["t"]) if event.get("t") is not None else time.time()
         return handler(event, now)
 
     def _bar(self, key: str, label: str, unit: str) -> Bar:

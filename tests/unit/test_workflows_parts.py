@@ -1,0 +1,276 @@
+"""The smaller parts of the command line: help, templates, ranks' errors, identities, the doctor, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from line import write_pipeline
+
+from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
+from exitwave.workflows import cli
+from exitwave.workflows.commands import app
+from exitwave.workflows.doctor import examine
+from exitwave.workflows.launch import _Tail, _why
+from exitwave.workflows.pipeline import _claim, _refuse_foreign, read_pipeline
+from exitwave.workflows.rank import check_mesh
+from exitwave.workflows.scaffold import template_names, template_text, write_template
+from exitwave.workflows.session import json_text
+
+ROOT = Path(__file__).resolve().parents[2]
+VERBS = [
+    "init",
+    "plan",
+    "simulate",
+    "status",
+    "failures",
+    "verify",
+    "stage",
+    "inspect",
+    "show",
+    "train",
+    "evaluate",
+    "run",
+]
+VERBS += ["report", "doctor"]
+
+# --- help -----------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_light_and_complete() -> None:
+    code = (
+        "import sys; from exitwave.workflows.cli import run; code = run(['--help']);"
+        "heavy = [m for m in ('torch', 'numpy', 'dask', 'abtem', 'matplotlib', 'h5py') if m in sys.modules];"
+        "sys.exit(f'imported {heavy}' if heavy or code else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    places = [done.stdout.index(f"│ {verb} ") for verb in VERBS]
+    assert places == sorted(places)  # in the order of use
+
+
+def test_bare_exitwave_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 0
+    assert "exitwave init quickstart.yaml" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_tells_a_newcomer_how_to_go_on(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"exitwave {verb}" in text
+    for heading in ("Example", "Next", "Exit codes"):
+        assert heading in text
+
+
+def test_the_registered_verbs_are_these() -> None:
+    assert [c.name for c in app.registered_commands] == VERBS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["pln"], "Did you mean 'plan'?"),
+        (["plan"], "CAMPAIGN.yaml"),
+        (["plan", "x.yaml", "--nope"], "--nope"),
+        (["simulate", "x.yaml", "--out", "d", "--workers", "0"], "--workers"),
+        (["stage", "d", "--cache", "c", "--capacity", "20 parsecs"], "--capacity: expected a size"),
+        (["train", "no.yaml", "--data", "d", "--out", "r"], "no.yaml: no such file"),
+        (["verify", "/nonexistent"], "not found"),
+        (["status", "/nonexistent"], "no such folder"),
+        (["report", "/nonexistent"], "no such folder"),
+        (["inspect", "/nonexistent"], "no such file"),
+        (["init", "/tmp/x.yaml", "--template", "nope"], "quickstart, reconstruct"),
+    ],
+)
+def test_wrong_use_is_exit_2_with_one_message(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert expected in err and out == "" and "Traceback" not in err
+
+
+# --- exit codes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UsageError("a.yaml:1:2: k: wrong"), 2, "a.yaml:1:2: k: wrong"),
+        (DamagedDataError("shard x"), 3, "shard x"),
+        (InterruptedRunError("stopped"), 75, "exitwave run p.yaml --out r"),
+        (ExitwaveError("rank 1 was killed"), 1, "rank 1 was killed"),
+        (KeyboardInterrupt(), 75, "before anything was started"),
+        (OSError(28, "No space left on device", "f"), 75, "The disk is full while writing f"),
+        (PermissionError(13, "Permission denied", "/x"), 2, "/x: cannot be used: permission denied"),
+        (KeyError("boom"), 1, "The traceback is in "),
+    ],
+)
+def test_every_error_has_its_code(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["run", "p.yaml", "--out", "r", "--fresh"]
+    assert cli._explain(error, arguments, debug=False) == code
+    text = capsys.readouterr().err
+    assert said in text and "Traceback" not in text and "--fresh" not in text
+    if "traceback is in" in text:
+        path = Path(text.partition("traceback is in ")[2].partition(";")[0])
+        assert "KeyError" in path.read_text()
+        path.unlink()
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise ValueError("inside")
+    except ValueError as error:
+        assert cli._explain(error, ["plan", "--debug"], debug=True) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_json_is_strict() -> None:
+    import numpy as np
+
+    text = json_text({"a": float("nan"), "b": np.float32(0.5), "c": np.arange(2), "d": (1, b"x"), "e": Path("p")})
+    assert json.loads(text) == {"a": None, "b": 0.5, "c": [0, 1], "d": [1, "x"], "e": "p"}
+
+
+# --- templates ------------------------------------------------------------------------------------------------------
+
+
+def test_templates_are_valid_and_the_example_is_the_template(tmp_path: Path) -> None:
+    assert template_names() == ("quickstart", "reconstruct")
+    assert template_text("quickstart") == (ROOT / "examples" / "quickstart.yaml").read_text()
+    for name in template_names():
+        write_template(name, tmp_path / f"{name}.yaml")
+        read_pipeline(tmp_path / f"{name}.yaml")
+    with pytest.raises(UsageError, match="exists already"):
+        write_template("quickstart", tmp_path / "quickstart.yaml")
+
+
+def test_the_quickstart_is_what_was_promised() -> None:
+    from exitwave.workflows.campaigns import read_campaign
+
+    plan = read_campaign(ROOT / "examples" / "quickstart.yaml").plan
+    formulas = {
+        split: {t.structure.formula for t in plan.tasks if t.split == split} for split in ("train", "val", "test")
+    }
+    assert len(formulas["train"]) >= 12 and len(formulas["test"]) == 4
+    assert not formulas["train"] & (formulas["test"] | formulas["val"])
+    assert plan.n_samples >= 256 and plan.rejected == ()
+    assert max(max(s.grid_yx) for s in plan.samples()) <= 128
+    assert {s.recipe.scan.shape for s in plan.samples()} == {(8, 8)}
+    assert max(max(s.structure.extent_yx_A) for s in plan.samples()) <= 50
+
+
+# --- identity of a run ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_belongs_to_one_configuration(tmp_path: Path) -> None:
+    path, out = write_pipeline(tmp_path), tmp_path / "run"
+    out.mkdir()
+    _, spec = read_pipeline(path)
+    assert _claim(out, spec, fresh=False) is False
+    assert _claim(out, spec, fresh=False) is True
+    _, elsewhere = read_pipeline(path, ["cluster.workers=1", "ranks=1", "stage.capacity=1GB"])
+    assert _claim(out, elsewhere, fresh=False) is True  # where it runs is no part of what it is
+    _, other = read_pipeline(path, ["campaign.seed=6", "train.batch=2"])
+    with pytest.raises(UsageError) as caught:
+        _claim(out, other, fresh=False)
+    assert "campaign.seed: was 5, now 6" in str(caught.value) and "train.batch: was 4, now 2" in str(caught.value)
+    (out / "dataset").mkdir()
+    (out / "mine.txt").write_text("kept")
+    assert _claim(out, other, fresh=True) is False
+    assert not (out / "dataset").exists() and (out / "mine.txt").exists()
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match=r"thesis\.tex"):
+        _refuse_foreign(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["stage.capacity=much", "ranks=0", "cluster.kin=local", "train.batch=none", "campaign=3"]
+)
+def test_faults_of_a_pipeline_name_the_option(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_pipeline(write_pipeline(tmp_path), [text])
+    assert str(caught.value).startswith(f"--set {text}: {text.partition('=')[0]}: ")
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def rank_error(out: Path, rank: int, **fields: Any) -> None:
+    (out / "rank-errors").mkdir(exist_ok=True)
+    record = {"rank": rank, "t": 100 + rank, "exit_code": 1, "message": "boom"} | fields
+    (out / "rank-errors" / f"rank-{rank}.json").write_text(json.dumps(record))
+
+
+def test_the_rank_that_caused_it_is_shown(tmp_path: Path) -> None:
+    rank_error(tmp_path, 0, t=1, message="rank 0 of 2: lost contact with another rank")
+    rank_error(tmp_path, 1, t=2, message="shard abc is damaged", exit_code=3)
+    error = _why(tmp_path, 1, stopped=False)
+    assert isinstance(error, DamagedDataError) and str(error) == "rank 1: shard abc is damaged"
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    rank_error(tmp_path, 0, message="rank 0 of 2: lost contact with another rank")
+    log = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
+    (tmp_path / "train.log").write_text(log)
+    error = _why(tmp_path, 1, stopped=False)
+    assert type(error) is ExitwaveError and "rank 1 was killed by SIGKILL" in str(error)
+
+
+def test_ranks_that_stopped_are_an_interruption(tmp_path: Path) -> None:
+    rank_error(tmp_path, 0, exit_code=75, message="stopped after step 4")
+    assert isinstance(_why(tmp_path, 1, stopped=True), InterruptedRunError)
+    assert isinstance(_why(tmp_path / "none", 1, stopped=True), InterruptedRunError)
+    assert type(_why(tmp_path / "none", 1, stopped=False)) is ExitwaveError
+
+
+def test_the_log_is_followed_by_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind": "old"}\n')
+    tail = _Tail(path, from_end=True)
+    assert tail.read() == []
+    with path.open("a") as file:
+        file.write('{"kind": "a"}\n{"kin')
+        file.flush()
+        assert [e["kind"] for e in tail.read()] == ["a"]
+        file.write('d": "b"}\nnot json\n{"kind": "c"}\n')
+    assert [e["kind"] for e in tail.read()] == ["b", "c"]
+    path.unlink()
+    assert tail.read() == []
+    path.write_text('{"kind": "anew"}\n')
+    assert [e["kind"] for e in tail.read()] == ["anew"]
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [("2x2", 2), ("3x1", 2), ("x", 1), ("0x1", 1), ("two", 2)])
+def test_meshes_that_do_not_exist_are_refused(mesh: str, ranks: int) -> None:
+    with pytest.raises(UsageError, match=f"--mesh {mesh}"):
+        check_mesh(mesh, ranks)
+
+
+def test_meshes_that_exist() -> None:
+    check_mesh("auto", 3)
+    check_mesh("3x1", 3)
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_looks_at_everything(tmp_path: Path) -> None:
+    began = time.monotonic()
+    document = examine(tmp_path)
+    assert time.monotonic() - began < 60
+    names = [c["name"] for c in document["checks"]]
+    assert {"python", "packages", "dask", "fft", "disk", "fsync", "locks", "ports", "torch", "gpu"} <= set(names)
+    assert document["ok"], [c for c in document["checks"] if c["state"] == "fail"]
+    assert list(tmp_path.iterdir()) == []

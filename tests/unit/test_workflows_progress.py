@@ -1,0 +1,89 @@
+"""Progress: events become bars, bars become lines."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from exitwave.workflows.progress import Bar, ProgressState, _LineView, human_bytes, human_seconds, progress_view
+
+
+def test_a_campaign_that_resumes_starts_where_it_was() -> None:
+    state = ProgressState()
+    state.feed({"kind": "campaign_started", "t": 0, "samples": 100, "committed": 4, "committed_samples": 40})
+    for second in range(1, 4):
+        bar = state.feed({"kind": "shard_committed", "t": second, "n": 10})
+    assert bar is not None and (bar.done, bar.total, bar.finished) == (70, 100, False)
+    assert bar.rate == pytest.approx(10)
+    assert bar.eta_s == pytest.approx(3)
+    state.feed({"kind": "task_failed", "t": 4, "state": "error"})
+    bar = state.feed({"kind": "shard_committed", "t": 5, "n": 30})
+    assert bar is not None and bar.finished and "1 attempt failed" in bar.line()
+
+
+def test_a_training_that_resumes_starts_at_its_step() -> None:
+    state = ProgressState()
+    state.feed({"kind": "train_resumed", "t": 0, "step": 50, "total_steps": 100})
+    bar = state.feed({"kind": "train_step", "t": 10, "step": 60, "loss": 0.5})
+    assert bar is not None
+    assert bar.line() == "train: 60 of 100 steps (60 %), 1 steps/s, 40 s left, loss 0.5"
+
+
+def test_unknown_events_change_nothing() -> None:
+    state = ProgressState()
+    assert state.feed({"kind": "something_new", "t": 1}) is None
+    assert state.feed({}) is None
+    assert state.bars == {}
+
+
+def test_the_rate_forgets_what_was_long_ago() -> None:
+    bar = Bar(label="x", unit="samples", total=1000)
+    for second in range(200):
+        bar.advance_to(second if second < 100 else 100 + 5 * (second - 100), float(second))
+    assert bar.rate == pytest.approx(5, rel=0.05)
+
+
+def test_lines_come_seldom_and_the_last_always() -> None:
+    out = io.StringIO()
+    view = _LineView(out, every_s=1000)
+    view.feed({"kind": "stage_progress", "bytes": 0, "total": 2000})
+    for i in range(1, 2000, 10):
+        view.feed({"kind": "stage_progress", "bytes": i, "total": 2000})
+    view.feed({"kind": "stage_progress", "bytes": 2000, "total": 2000})
+    view.feed({"kind": "stage_progress", "bytes": 2000, "total": 2000})
+    assert out.getvalue().splitlines() == ["stage: 0 B of 2 kB (0 %)", "stage: 2 kB of 2 kB (100 %)"]
+
+
+def test_quiet_says_nothing() -> None:
+    out = io.StringIO()
+    with progress_view(quiet=True, stream=out) as feed:
+        feed({"kind": "stage_progress", "bytes": 1, "total": 2})
+    assert out.getvalue() == ""
+
+
+def test_a_terminal_gets_bars() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    with progress_view(quiet=False, stream=out) as feed:
+        feed({"kind": "train_started", "t": 0, "step": 0, "total_steps": 4})
+        feed({"kind": "train_step", "t": 2, "step": 4, "loss": 0.25})
+    assert "4 of 4 steps" in out.getvalue() and "loss 0.25" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (7e15, "7e+03 TB")]
+)
+def test_bytes_for_people(value: float, text: str) -> None:
+    assert human_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "?"), (0.25, "0.2 s"), (59, "59 s"), (200, "3 min 20 s"), (7500, "2 h 05 min"), (3e5, "3.5 days")],
+)
+def test_seconds_for_people(value: float | None, text: str) -> None:
+    assert human_seconds(value) == text

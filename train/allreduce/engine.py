@@ -106,6 +106,7 @@ class GroupedAllreduce(nn.Module):
         self._running = False  # between the first hook of a reduced backward pass and its end
         self._finite: bool | None = None
         self._closed = False
+        self._ended = time.perf_counter()  # of the last reduction
         self._hooks: list[Any] = []
         self._data: Transport | None = None
         self._control: Transport | None = None
@@ -269,7 +270,6 @@ class GroupedAllreduce(nn.Module):
 
     def _begin(self) -> None:
         self._check_open()
-        self._watch.check()
         self._running = True
         self._finite = None
 
@@ -317,6 +317,8 @@ class GroupedAllreduce(nn.Module):
         for run, handle in self._flying:
             self._watch.wait(handle, partial(self._describe_run, run))
         self._flying.clear()
+        if time.perf_counter() - self._ended > self._watch.timeout_s / 2:
+            self._watch.check(reread=True)  # this rank was away for long: the others may have given it up meanwhile
         for group, members in enumerate(self._members):
             self._attach(group, members)
             self._remaining[group] = {name for name, _ in members}
@@ -324,7 +326,8 @@ class GroupedAllreduce(nn.Module):
         self.counters.steps += 1
         self.counters.groups += len(self.plan)
         self.counters.cycles = self._schedule.cycles
-        self.counters.exposed_s += time.perf_counter() - begun
+        self._ended = time.perf_counter()
+        self.counters.exposed_s += self._ended - begun
 
     def _attach(self, group: int, members: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Let `.grad` be the reduced view wherever some rank had a gradient."""

@@ -7,9 +7,14 @@ from typing import Any
 
 _WHERE = {
     "GroupedAllreduce": "exitwave.train.allreduce",
+    "RankInfo": "exitwave.train.mesh",
+    "TrainResult": "exitwave.train.trainer",
+    "TrainSpec": "exitwave.train.spec",
+    "read_curve": "exitwave.train.run",
+    "train": "exitwave.train.trainer",
 }
 
-__all__ = ["GroupedAllreduce"]
+__all__ = ["GroupedAllreduce", "RankInfo", "TrainResult", "TrainSpec", "read_curve", "train"]
 
 
 def __getattr__(name: str) -> Any:

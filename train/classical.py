@@ -28,6 +28,7 @@ from scipy.fft import dctn, idctn
 from scipy.ndimage import map_coordinates
 
 __all__ = [
+    "along_scan_axes",
     "centre_of_mass",
     "detector_frequencies",
     "integrate_gradient",
@@ -90,6 +91,16 @@ def quadrant_dpc(patterns: Array, q_sampling_per_A: tuple[float, float], *, disc
     return np.stack([y, x]) * (np.pi * disc_radius_per_A / 4)
 
 
+def along_scan_axes(vectors: Array, params: np.void) -> Array:
+    """Components along the scan axes of vectors given along the detector's: (2, Ry, Rx) -> (2, Ry, Rx).
+
+    Probe (i, j) lies at y = y0 + i cos + j sin, x = x0 + j cos - i sin (in steps), by `scan_rotation_deg`.
+    """
+    angle = np.deg2rad(float(params["scan_rotation_deg"]))
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.stack([cos * vectors[0] - sin * vectors[1], sin * vectors[0] + cos * vectors[1]])
+
+
 def integrate_gradient(gradient: Array, step: tuple[float, float]) -> Array:
     """The image, of mean zero, whose differences are nearest to a measured gradient in the least-squares sense.
 
@@ -148,15 +159,7 @@ def reconstruct(patterns: Array, params: np.void, label_shape: tuple[int, int], 
         com = quadrant_dpc(patterns, q_sampling, disc_radius_per_A=radius)
     else:
         raise ValueError(f"method: expected com or idpc, got {method!r}")
-    gradient = com * (2 * np.pi / interaction_parameter_rad_per_VA(energy))
-    # The scan axes are the crystal's turned by R, so the gradient along them is Rᵀ times that along the detector's.
-    angle = np.deg2rad(float(params["scan_rotation_deg"]))
-    gradient = np.stack(
-        [
-            np.cos(angle) * gradient[0] + np.sin(angle) * gradient[1],
-            -np.sin(angle) * gradient[0] + np.cos(angle) * gradient[1],
-        ]
-    )
+    gradient = along_scan_axes(com, params) * (2 * np.pi / interaction_parameter_rad_per_VA(energy))
     step = (float(params["R_sampling_y_A"]), float(params["R_sampling_x_A"]))
     return to_label_grid(integrate_gradient(gradient, step), label_shape)
 

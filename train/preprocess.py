@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.classical import (
+    along_scan_axes,
     centre_of_mass,
     integrate_gradient,
     interaction_parameter_rad_per_VA,
@@ -101,19 +102,22 @@ def augment(
     are unknown, and the returned weight is 0 for them.
 
     Returns:
-        counts, potential, weight (H, W), params (sampling along y and x exchanged where axes are).
+        counts, potential, weight (H, W), params (sampling along y and x exchanged where axes are, scan rotation
+        turned over with each mirror)
     """
     weight = np.ones(potential.shape, dtype=np.float32)
     if spec.augment == "none":
         return counts, potential, weight, params
     element = int(generator("augment", seed, epoch, uid).integers(8))
+    params = params.copy()
     for axis, mirrored in ((0, element & 1), (1, element & 2)):
         if mirrored:
+            params["scan_rotation_deg"] *= -1
             counts = _mirror_detector(np.flip(counts, axis=axis), axis=axis + 2)
             potential, weight = (_mirror_label(image, counts.shape[axis], axis=axis) for image in (potential, weight))
     if element & 4 and counts.shape[0] == counts.shape[1] and counts.shape[2] == counts.shape[3]:
         counts, potential, weight = counts.transpose(1, 0, 3, 2), potential.T, weight.T
-        params = params.copy()
+        params["scan_rotation_deg"] *= -1
         for a, b in (("Q_sampling_y_per_A", "Q_sampling_x_per_A"), ("R_sampling_y_A", "R_sampling_x_A")):
             params[a], params[b] = params[b].copy(), params[a].copy()
     return np.ascontiguousarray(counts), potential, weight, params
@@ -185,6 +189,7 @@ def centre_of_mass_images(counts: Array, params: np.void) -> tuple[Array, Array]
     """Centre of mass over the disc's radius (2, Ry, Rx), and its integral (1, Ry, Rx) [V·Å]."""
     energy = float(params["energy_keV"])
     com = centre_of_mass(counts, (float(params["Q_sampling_y_per_A"]), float(params["Q_sampling_x_per_A"])))
+    com = along_scan_axes(com, params)
     gradient = com * (2 * np.pi / interaction_parameter_rad_per_VA(energy))
     icom = integrate_gradient(gradient, (float(params["R_sampling_y_A"]), float(params["R_sampling_x_A"])))
     return com / (float(params["semiangle_mrad"]) * 1e-3 / wavelength_A(energy)), icom[None]

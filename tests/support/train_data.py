@@ -45,6 +45,14 @@ def potential(positions: np.ndarray, amplitudes: np.ndarray, y: np.ndarray, x: n
     return np.einsum("k,ki,kj->ij", amplitudes, gy, gx)
 
 
+def potential_at(positions: np.ndarray, amplitudes: np.ndarray, y: np.ndarray, x: np.ndarray) -> Any:
+    """The same at any points y, x (n, n) [Å]."""
+    total = np.zeros(y.shape)
+    for (py, px), amplitude in zip(positions, amplitudes, strict=True):
+        total += amplitude * np.exp(-((y - py) ** 2 + (x - px) ** 2) / (2 * 0.4**2))
+    return total
+
+
 def diffract(field_VA: np.ndarray, probes_A: np.ndarray, *, energy_keV: float, semiangle_mrad: float) -> np.ndarray:
     """Patterns (n, 32, 32) [fraction of the beam] of probes at (n, 2) [Å], zero frequency at [16, 16]."""
     q = np.fft.fftfreq(GRID, SAMPLING_A)
@@ -61,7 +69,16 @@ def diffract(field_VA: np.ndarray, probes_A: np.ndarray, *, energy_keV: float, s
     return np.array(out)
 
 
-def sample(material: int, index: int, *, scan: int = 8, label: int = 32, step_A: float = 0.6) -> dict[str, Any]:
+def scan_points(n: int, step_A: float, rotation_deg: float) -> tuple[np.ndarray, np.ndarray]:
+    """Positions y and x (n, n) [Å] of pixels (i, j) from the scan's corner, in the convention of the labels."""
+    i, j = np.meshgrid(np.arange(n) * step_A, np.arange(n) * step_A, indexing="ij")
+    cos, sin = np.cos(np.deg2rad(rotation_deg)), np.sin(np.deg2rad(rotation_deg))
+    return i * cos + j * sin, j * cos - i * sin
+
+
+def sample(
+    material: int, index: int, *, scan: int = 8, label: int = 32, step_A: float = 0.6, rotation_deg: float = 0.0
+) -> dict[str, Any]:
     rng = np.random.default_rng((material, index))
     params = np.zeros((), dtype=PARAMS_DTYPE)
     params["energy_keV"] = rng.choice([100.0, 200.0])
@@ -76,16 +93,17 @@ def sample(material: int, index: int, *, scan: int = 8, label: int = 32, step_A:
     positions, amplitudes = columns(material, rng, float(params["thickness_A"]))
     grid = np.arange(GRID) * SAMPLING_A
     field = potential(positions, amplitudes, grid, grid)
-    probes = np.stack(np.meshgrid(*[origin + np.arange(scan) * step_A] * 2, indexing="ij"), axis=-1).reshape(-1, 2)
+    params["scan_rotation_deg"] = rotation_deg
+    probes = origin + np.stack(scan_points(scan, step_A, rotation_deg), axis=-1).reshape(-1, 2)
     cbed = diffract(
         field, probes, energy_keV=float(params["energy_keV"]), semiangle_mrad=float(params["semiangle_mrad"])
     )
-    at = origin + np.arange(label) * float(params["potential_sampling_A"])
+    y, x = (origin + at for at in scan_points(label, float(params["potential_sampling_A"]), rotation_deg))
     return {
         "uid": (material + 1) * 100_000 + index,
         "params": params,
         "cbed": cbed.reshape(scan, scan, DETECTOR, DETECTOR).astype(np.float32),
-        "potential": potential(positions, amplitudes, at, at).astype(np.float32),
+        "potential": potential_at(positions, amplitudes, y, x).astype(np.float32),
     }
 
 

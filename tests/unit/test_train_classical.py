@@ -104,9 +104,10 @@ def test_label_grid_shares_the_origin():
     assert np.allclose(out[:29:4, 0], np.arange(8), atol=1e-6)
 
 
+@pytest.mark.parametrize("rotation_deg", [0.0, 30.0, -75.0])
 @pytest.mark.parametrize("method", ["com", "idpc"])
-def test_reconstruction_resembles_the_label_in_place_and_size(method):
-    sample = fake.sample(2, 0)
+def test_reconstruction_resembles_the_label_in_place_and_size(method, rotation_deg):
+    sample = fake.sample(2, 0, rotation_deg=rotation_deg)
     got = reconstruct(sample["cbed"], sample["params"], (32, 32), method=method)
     truth = sample["potential"] - sample["potential"].mean()
     inside = (slice(0, 29), slice(0, 29))

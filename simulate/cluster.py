@@ -15,6 +15,7 @@ import errno
 import os
 import pickle
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -155,7 +156,7 @@ class _DaskCluster:
         self._client: Any = None
         self._futures: dict[str, Any] = {}
 
-    def _register(self, simulator: str) -> None:
+    def _register(self, simulator: str, *, own_group: bool = False) -> None:
         """Each worker, also one started later in the place of a dead one, prepares itself before its first task."""
         from distributed import WorkerPlugin
 
@@ -163,6 +164,9 @@ class _DaskCluster:
             name = "exitwave-prepare"
 
             def setup(self, worker: Any) -> None:
+                if own_group:  # Ctrl-C in a terminal goes to a whole process group; a worker is to finish its task
+                    with contextlib.suppress(OSError):
+                        os.setpgid(0, 0)
                 prepare_worker(simulator)
 
         self._client.register_plugin(PrepareWorker())
@@ -248,13 +252,22 @@ class LocalCluster(_DaskCluster):
         )
         self._client = distributed.Client(self._cluster)
         self.dashboard_link = self._cluster.dashboard_link
-        self._register(simulator)
+        self._register(simulator, own_group=True)
 
     def close(self) -> None:
-        super().close()
-        if self._cluster is not None:
+        if self._cluster is None:
+            return
+        # Closing talks to every worker, and one that hangs must not hang the end of a campaign.
+        closing = threading.Thread(target=self._close_quietly, daemon=True)
+        closing.start()
+        closing.join(timeout=30)
+        self._cluster = None
+
+    def _close_quietly(self) -> None:
+        with contextlib.suppress(Exception):
+            super().close()
+        with contextlib.suppress(Exception):
             self._cluster.close(timeout=10)
-            self._cluster = None
 
 
 class ExistingCluster(_DaskCluster):

@@ -23,18 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from exitwave.ingest import GlobalSampler, ShardDataset
-from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
+from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.train.allreduce.engine import GroupedAllreduce
 from exitwave.train.dropout import set_dropout_key
 from exitwave.train.loader import EVALUATION_EPOCH, Batch, Measured, Prepare, measure, open_split, rank_batches
 from exitwave.train.loss import per_sample_loss
 from exitwave.train.mesh import RankInfo, Ranks, die_with_parent, open_ranks
+from exitwave.train.nonfinite import not_finite
 from exitwave.train.optim import learning_rate, make_optimizer, set_learning_rate
-from exitwave.train.run import claim_run, load_model, make_model, save_model
+from exitwave.train.run import claim_run, load_model, make_model, read_curve, save_model
 from exitwave.train.spec import TrainSpec
 from exitwave.train.state import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 
@@ -298,51 +299,13 @@ def _step(training: _Training, batch: Batch) -> float:
     bad = ~torch.isfinite(losses.detach())
     loss_sum, n_bad = training.ranks.sum(float(losses.detach().sum()), float(bad.sum()))
     if n_bad:
-        _raise_not_finite(training, batch, bad)
+        raise not_finite(training.ranks, training.module, batch, bad, step=training.step + 1)
     # the norm is that of the averaged gradient, so every rank sees the same and decides the same
     norm = nn.utils.clip_grad_norm_(training.module.parameters(), spec.optimizer.clip or float("inf"))
     if not torch.isfinite(norm):
         raise ExitwaveError(f"step {training.step + 1}: the loss is finite but its gradient is not; lower optimizer.lr")
     training.optimizer.step()
     return loss_sum / n_global
-
-
-def _raise_not_finite(training: _Training, batch: Batch, bad: Tensor) -> None:
-    """Every rank raises the same error, with the samples of all ranks and the first bad layer of each."""
-    uids = [uid for uid, is_bad in zip(batch.uids, bad.tolist(), strict=True) if is_bad]
-    layer = _first_bad_layer(training.module, batch.inputs[bad], training, uids) if uids else ""
-    found = training.ranks.gather((uids, layer))
-    every = [f"{uid:016x}" for uids, _ in found for uid in uids]
-    layers = sorted({layer for _, layer in found if layer})
-    raise DamagedDataError(
-        f"step {training.step + 1}: expected a finite loss, got NaN or infinity for sample(s) {', '.join(every)}; "
-        f"first layer with such an output: {', '.join(layers)}. Check the data (`exitwave verify`) or lower "
-        "optimizer.lr; the run resumes from its last checkpoint"
-    )
-
-
-def _first_bad_layer(module: nn.Module, inputs: Tensor, training: _Training, uids: list[int]) -> str:
-    if not bool(torch.isfinite(inputs).all()):
-        return "(the input itself)"
-    found: list[str] = []
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not bool(torch.isfinite(output).all()):
-                found.append(name)
-
-        return hook
-
-    leaves = [(name, m) for name, m in module.named_modules() if not list(m.children())]
-    handles = [m.register_forward_hook(watch(name)) for name, m in leaves]
-    try:
-        set_dropout_key(module, seed=training.spec.seed, step=training.step, uids=uids)
-        with torch.no_grad():
-            module(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else "(the loss, or the label)"
 
 
 def _validate(training: _Training, data: Path, cache: Path | None) -> None:
@@ -425,11 +388,11 @@ def _finish(training: _Training) -> TrainResult:
 
 
 def _already_done(out: Path, info: RankInfo) -> TrainResult:
-    model = load_model(out)
+    model, curve = load_model(out), read_curve(out)
     return TrainResult(
         run=out,
         step=model.step,
-        loss=float("nan"),
+        loss=curve[-1]["loss"] if curve else float("nan"),
         samples_per_s=0.0,
         seconds=0.0,
         parameters=_count(model.module),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -211,13 +212,24 @@ def test_a_name_submitted_twice_is_refused_and_leaves_nothing_behind():
 # ------------------------------------------------------------------- schedules: pipelined cycles, as the engine runs
 
 
+class Late:
+    """A transport whose results are seen some time after they are there, as over a network."""
+
+    def __init__(self, inner, rng: random.Random) -> None:
+        self._inner, self._rng = inner, rng
+
+    def allreduce(self, tensor, op):
+        handle = self._inner.allreduce(tensor, op)
+        return SimpleNamespace(wait=handle.wait, done=lambda: handle.done() and self._rng.random() < 0.3)
+
+
 def run_pipelined(protocol: str, size: int, sizes: list[int], epochs: int, seed: int) -> None:
     rng = random.Random(seed)
     hub = LoopbackHub(size)
     groups = [group(f"group {k}", s) for k, s in enumerate(sizes)]
     arena_of = [rng.randrange(2) for _ in groups]
     ends = [
-        BitvectorSchedule(hub.transport(r), groups, arena_of)
+        BitvectorSchedule(Late(hub.transport(r), rng), groups, arena_of)
         if protocol == "bitvector"
         else StaticSchedule(len(groups))
         for r in range(size)

@@ -249,7 +249,6 @@ class GroupedAllreduce(nn.Module):
 
     # -------------------------------------------------------------------------------------------- a backward pass
 
-    @torch.no_grad()
     def _on_gradient(self, name: str, group: int, parameter: torch.Tensor) -> None:
         """Step 1 and 2 of the module's prose."""
         if not self._sync:

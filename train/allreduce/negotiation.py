@@ -119,10 +119,10 @@ def begin(state: State) -> Bits:
     """Step 3: this rank's message of a new cycle."""
     places = state.places()
     whole = _whole_groups(state.pending)
-    hits = [r for r in state.pending if r.group in whole and _is_hit(state, places, r)]
+    hits = [members for members in whole.values() if all(_is_hit(state, places, member) for member in members)]
     return Bits(
         words=readiness.pack(
-            [places[r.name] for r in hits if _all_hit(state, places, whole[r.group])],
+            [places[member.name] for members in hits for member in members],
             len(state.cache),
             shutdown=state.wants_shutdown,
             uncached=bool(_uncached(state, places, whole)),
@@ -207,11 +207,8 @@ def _whole_groups(pending: Sequence[Request]) -> dict[str, tuple[Request, ...]]:
 
 
 def _is_hit(state: State, places: dict[str, int], request: Request) -> bool:
-    return request.name in places and state.cache[places[request.name]] == request
-
-
-def _all_hit(state: State, places: dict[str, int], members: Sequence[Request]) -> bool:
-    return all(_is_hit(state, places, member) for member in members)
+    cached = state.cache[places[request.name]] if request.name in places else None
+    return cached is request or cached == request
 
 
 def _uncached(state: State, places: dict[str, int], whole: dict[str, tuple[Request, ...]]) -> tuple[Request, ...]:
@@ -219,7 +216,7 @@ def _uncached(state: State, places: dict[str, int], whole: dict[str, tuple[Reque
 
 
 def _invalid_bits(state: State, places: dict[str, int]) -> list[int]:
-    return sorted(places[r.name] for r in state.pending if r.name in places and state.cache[places[r.name]] != r)
+    return sorted(places[r.name] for r in state.pending if r.name in places and not _is_hit(state, places, r))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

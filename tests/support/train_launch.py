@@ -19,7 +19,7 @@ SPEC: dict[str, Any] = {
     "batch": 10,
     "steps": 50,
     "seed": 11,
-    "optimizer": {"lr": 2e-4, "warmup_steps": 5},
+    "optimizer": {"lr": 1e-4, "warmup_steps": 5},
     "checkpoint": {"every_steps": 10, "keep": 2},
     "engine": {"timeout_s": 60},
 }

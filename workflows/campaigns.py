@@ -130,6 +130,9 @@ def simulate_campaign(
     session: Session, planned: Planned, out: Path, *, cluster: str | None, workers: int | None
 ) -> dict[str, Any]:
     """Run it into `out`; returns what came of it."""
+    from exitwave.workflows.launch import make_folder
+
+    make_folder(out)
     with session.progress() as feed:
         result = run_planned(
             session, planned, out, cluster=cluster or planned.cluster, workers=workers or planned.workers, feed=feed

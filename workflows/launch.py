@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from exitwave.workflows.provenance import versions
 from exitwave.workflows.rank import check_mesh, clear_rank_errors, read_rank_errors
 from exitwave.workflows.session import Session
 
-__all__ = ["evaluate_run", "locked", "start_ranks", "train_with_ranks", "training_document"]
+__all__ = ["evaluate_run", "locked", "make_folder", "start_ranks", "train_with_ranks", "training_document"]
 
 _POLL_S = 0.2
 _ERRORS: dict[int, type[ExitwaveError]] = {
@@ -65,10 +66,22 @@ def train_with_ranks(
         return training_document(out)
 
 
+def make_folder(out: Path) -> None:
+    """The folder that `--out` names; UsageError when it cannot be made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"{out}: this is a file; --out names a folder.") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(f"{out}: this folder cannot be made: {error.strerror}. Give another --out.") from None
+
+
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """RUN is ours alone; UsageError when another command works in it."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     lock = FileLock(out / ".lock")
     try:
         lock.__enter__()
@@ -114,6 +127,7 @@ def start_ranks(
         events.unlink(missing_ok=True)
     tail = _Tail(events, from_end=not fresh)
     with (out / "train.log").open("ab") as log:
+        since = log.tell()
         process = subprocess.Popen(
             _command(ranks, arguments),
             stdin=subprocess.DEVNULL,
@@ -132,7 +146,7 @@ def start_ranks(
     finally:
         session.interrupts.last_words.remove(kill)
     if process.returncode != 0:
-        raise _why(out, process.returncode, stopped=session.stop.is_set())
+        raise _why(out, process.returncode, stopped=session.stop.is_set(), since=since)
 
 
 def _command(ranks: int, arguments: Sequence[str]) -> list[str]:
@@ -227,11 +241,12 @@ class _Tail:
         return events
 
 
-def _why(out: Path, code: int, *, stopped: bool) -> ExitwaveError:
-    """The one error that explains how the ranks ended."""
+def _why(out: Path, code: int, *, stopped: bool, since: int = 0) -> ExitwaveError:
+    """The one error that explains how the ranks ended. `since`: where in train.log this attempt begins."""
     errors = read_rank_errors(out)
     log = out / "train.log"
-    if errors and not ("lost contact" in errors[0]["message"] and _killed(log)):
+    killed = _killed(log, since) if code >= 0 else f"rank 0 was killed by {signal.Signals(-code).name}"
+    if errors and not killed:
         first = errors[0]
         kind = _ERRORS.get(int(first["exit_code"]), ExitwaveError)
         message = str(first["message"])
@@ -242,24 +257,23 @@ def _why(out: Path, code: int, *, stopped: bool) -> ExitwaveError:
         return kind(message)
     if stopped:
         return InterruptedRunError(f"{out}: the training was stopped before it could write another checkpoint.")
-    killed = _killed(log)
     what = f"{killed} (out of memory, or by somebody)" if killed else f"the ranks ended with exit code {code}"
     return ExitwaveError(
-        f"training: {what}. All that they printed is in {log}. The same command goes on from the last checkpoint."
+        f"training: {what}. All that the ranks printed is in {log}. The same command goes on from the last checkpoint."
     )
 
 
-def _killed(log: Path) -> str:
-    """`rank 1 was killed by SIGKILL`, if torchrun's summary at the end of the log says so."""
+def _killed(log: Path, since: int) -> str:
+    """`rank 1 was killed by SIGKILL`, if torchrun names that as the first failure of all."""
     try:
-        text = log.read_bytes()[-20_000:].decode(errors="replace")
+        text = log.read_bytes()[since:].decode(errors="replace")
     except OSError:
         return ""
-    found = re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*-(\d+)", text, flags=re.DOTALL)
-    for rank, number in found:
-        if int(number) != signal.SIGTERM:
-            return f"rank {rank} was killed by {signal.Signals(int(number)).name}"
-    return ""
+    first = text.rpartition("Root Cause")[2]
+    found = re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*-(\d+)", first, flags=re.DOTALL)
+    if found is None or "Root Cause" not in text or int(found[2]) == signal.SIGTERM:
+        return ""
+    return f"rank {found[1]} was killed by {signal.Signals(int(found[2])).name}"
 
 
 def training_document(out: Path, result: Any = None) -> dict[str, Any]:

@@ -248,7 +248,7 @@ class LocalCluster(_DaskCluster):
             host="127.0.0.1",
             dashboard_address="127.0.0.1:0",
             local_directory=str(scratch),
-            silence_logs="ERROR",
+            silence_logs="CRITICAL",
         )
         self._client = distributed.Client(self._cluster)
         self.dashboard_link = self._cluster.dashboard_link

@@ -101,7 +101,10 @@ def image_png(
 
 
 def _number(value: float) -> str:
-    return f"{value:.3g}" if abs(value) >= 1e-12 else "0"
+    if abs(value) < 1e-12:
+        return "0"
+    text = f"{value:,.0f}".replace(",", " ") if abs(value) >= 100 else f"{value:.3g}"
+    return text.replace("-", "−")
 
 
 def _scale_bar(axes: Any, shape: tuple[int, ...], pixel: float, unit: str) -> None:

@@ -115,10 +115,15 @@ def _picture(example: Example) -> dict[str, Any]:
     panels: list[tuple[str, str, str, str]] = []
 
     def pattern(image: Any, caption: str) -> None:
+        root = np.sqrt(np.maximum(image, 0))
         src = image_png(
-            np.sqrt(np.maximum(image, 0)), pixel=example.q_sampling_per_A, unit="Å⁻¹", cmap="inferno",
+            root,
+            pixel=example.q_sampling_per_A,
+            unit="Å⁻¹",
+            limits=(0.0, float(root.max()) or 1.0),
+            cmap="inferno",
             bar_label="√ intensity",
-        )  # fmt: skip
+        )
         panels.append((caption, "", src, f"Diffraction pattern of {example.formula}, {caption}"))
 
     pattern(example.cbed_centre, "Pattern at the centre")

@@ -7,7 +7,7 @@ uid) alone: not on the rank, nor on how many ranks or loader processes there are
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,10 @@ class Batch:
     target: Tensor
     weight: Tensor
     uids: tuple[int, ...]
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        """The same batch in another precision; itself where it has that already."""
+        return replace(self, inputs=self.inputs.to(dtype), target=self.target.to(dtype), weight=self.weight.to(dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

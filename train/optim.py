@@ -22,7 +22,7 @@ def make_optimizer(spec: OptimizerSpec, named_parameters: Iterable[tuple[str, nn
     ]
     if spec.name == "sgd":
         return torch.optim.SGD(param_groups, lr=spec.lr, momentum=spec.momentum)
-    return torch.optim.AdamW(param_groups, lr=spec.lr, betas=spec.betas)
+    return torch.optim.AdamW(param_groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
 
 
 def learning_rate(spec: OptimizerSpec, *, step: int, progress: float) -> float:

@@ -82,6 +82,7 @@ class OptimizerSpec(_Strict):
     lr: float = Field(default=2e-3, gt=0)
     weight_decay: float = Field(default=1e-2, ge=0)
     betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = Field(default=1e-8, gt=0, description="of adamw: gradients well below it move a weight in proportion")
     momentum: float = Field(default=0.9, ge=0, lt=1)
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_steps: int = Field(default=20, ge=0)
@@ -127,7 +128,9 @@ class TrainSpec(_Strict):
     engine: EngineSpec = EngineSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     seed: int = Field(default=0, ge=0)
-    precision: Literal["fp32"] = "fp32"
+    precision: Literal["fp32", "fp64"] = Field(
+        default="fp32", description="fp64 is slow; it keeps rounding from growing where runs are compared"
+    )
     deterministic: bool = True
     train_split: str = "train"
     val_split: str = "val"

@@ -41,6 +41,8 @@ from exitwave.train.state import Progress, latest_checkpoint, load_checkpoint, s
 
 __all__ = ["TrainResult", "train"]
 
+_DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
@@ -170,7 +172,7 @@ def _open(spec: TrainSpec, data: Path, cache: Path | None, ranks: Ranks) -> Shar
 
 def _build(spec: TrainSpec, dataset: ShardDataset, out: Path, ranks: Ranks, events: EventLog | None) -> _Training:
     measured = ranks.from_first(lambda: measure(dataset, layout=spec.model.layout))
-    module = make_model(spec, measured.preprocessing)
+    module = make_model(spec, measured.preprocessing).to(_DTYPE[spec.precision])
     optimizer = make_optimizer(spec.optimizer, module.named_parameters())
     sampler = GlobalSampler(
         dataset,
@@ -275,13 +277,13 @@ def _next_batch(
 ) -> tuple[Batch | None, Iterator[Batch], Exception | None]:
     """The next batch of this epoch or the first of the next; a reading error is handed back, to be agreed on."""
     try:
-        batch = next(batches, None)
+        batch: Batch | None = next(batches, None)
         if batch is None:
             epoch = int(training.sampler.state_dict()["epoch"])
             preprocessing = training.measured.preprocessing
             batches = rank_batches(training.dataset, training.sampler, training.spec, preprocessing, epoch=epoch)
             batch = next(batches)
-        return batch, batches, None
+        return batch.to(_DTYPE[training.spec.precision]), batches, None
     except Exception as error:
         return None, batches, error
 
@@ -322,7 +324,7 @@ def _validate(training: _Training, data: Path, cache: Path | None) -> None:
         mine = range(ranks.info.rank, len(dataset), ranks.info.world_size)
         with torch.no_grad():
             for index in mine:
-                batch = prepare([dataset[index]])
+                batch = prepare([dataset[index]]).to(_DTYPE[spec.precision])
                 loss += float(per_sample_loss(spec.loss, training.module(batch.inputs), batch.target, batch.weight))
                 count += 1
     except Exception as caught:

@@ -30,6 +30,7 @@ from scipy.ndimage import map_coordinates
 __all__ = [
     "along_scan_axes",
     "centre_of_mass",
+    "coarsest_step_A",
     "detector_frequencies",
     "integrate_gradient",
     "interaction_parameter_rad_per_VA",
@@ -55,6 +56,14 @@ def interaction_parameter_rad_per_VA(energy_keV: float) -> float:
     rest_keV = constants.m_e * constants.c**2 / constants.e * 1e-3
     relativistic = (rest_keV + energy_keV) / (2 * rest_keV + energy_keV)
     return float(2 * np.pi / (wavelength_A(energy_keV) * energy_keV * 1e3) * relativistic)
+
+
+def coarsest_step_A(energy_keV: float, semiangle_mrad: float) -> float:
+    """The scan step [Å] up to which the probe's intensity is sampled without aliasing: λ / (4 α).
+
+    The intensity's transform reaches to 2 α / λ, twice the aperture's radius (Nyquist).
+    """
+    return wavelength_A(energy_keV) / (4.0 * semiangle_mrad * 1e-3)
 
 
 def probe_diameter_A(energy_keV: float, semiangle_mrad: float) -> float:

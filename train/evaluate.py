@@ -30,7 +30,7 @@ import torch
 from exitwave.ingest import ShardDataset, open_dataset
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import write_atomic
-from exitwave.train.classical import probe_diameter_A, reconstruct
+from exitwave.train.classical import coarsest_step_A, probe_diameter_A, reconstruct
 from exitwave.train.loader import EVALUATION_EPOCH, open_split
 from exitwave.train.metrics import fit_scale, score
 from exitwave.train.preprocess import network_input, noisy_counts
@@ -111,6 +111,7 @@ def _evaluate(run: Path, data: Path, *, split: str, cache: Path | None) -> dict[
         "classical_scale_fitted_on": fitted_on,
         "edge_excluded_A": edge_A,
         "edge_note": edge_note,
+        "step_note": _step_note(results.params),
         "label_std_V": _label_std_V(results, cut),
         "model": {
             "preset": model.spec.model.preset,
@@ -221,6 +222,19 @@ def _scored_region(params: np.ndarray[Any, Any], shape: tuple[int, int]) -> tupl
             ),
         )
     return cut, diameter, f"a frame of one probe diameter ({diameter:.2f} Å, {cut} pixels) is not scored"
+
+
+def _step_note(params: np.ndarray[Any, Any]) -> str:
+    """Whether the scan is dense enough for the classical methods to have their due; empty where it is."""
+    limits = [coarsest_step_A(float(p["energy_keV"]), float(p["semiangle_mrad"])) for p in params]
+    steps = [max(float(p["R_sampling_y_A"]), float(p["R_sampling_x_A"])) for p in params]
+    coarse = [limit for step, limit in zip(steps, limits, strict=True) if step > 1.001 * limit]
+    if not coarse:
+        return ""
+    return (
+        f"the scan step ({max(steps):.2f} Å) is above λ/(4α) (down to {min(coarse):.2f} Å) for {len(coarse)} of "
+        f"{len(steps)} samples: there iDPC and centre of mass are at a disadvantage"
+    )
 
 
 def _scores(results: _Results, cut: int, chosen: npt.NDArray[np.bool_] | None = None) -> dict[str, dict[str, float]]:

@@ -222,9 +222,10 @@ def _metrics_note(evaluation: Mapping[str, Any]) -> str:
         notes.append(
             f"All methods get the same noisy patterns of {float(dose):,.0f} electrons each".replace(",", " ") + "."
         )
-    note = str(evaluation.get("edge_note") or "")
-    if note:
-        notes.append(note[:1].upper() + note[1:] + ".")
+    for key in ("step_note", "edge_note"):
+        note = str(evaluation.get(key) or "")
+        if note:
+            notes.append(note[:1].upper() + note[1:] + ".")
     notes.append("No method sees a sample's mean: it is removed from prediction and truth alike.")
     return " ".join(notes)
 

@@ -8,6 +8,7 @@ import train_data as fake
 
 from exitwave.train.classical import (
     centre_of_mass,
+    coarsest_step_A,
     integrate_gradient,
     interaction_parameter_rad_per_VA,
     probe_diameter_A,
@@ -24,6 +25,7 @@ def test_constants_against_the_textbook():
     sigma = [interaction_parameter_rad_per_VA(e) for e in (100, 200, 300)]
     assert sigma == pytest.approx([0.0009244, 0.0007288, 0.0006526], abs=2e-7)
     assert probe_diameter_A(200, 20) == pytest.approx(1.22 * 0.02508 / 0.020, rel=1e-3)
+    assert coarsest_step_A(100, 15) == pytest.approx(0.617, abs=1e-3)
 
 
 def _weak_sample(energy_keV: float = 100.0, semiangle_mrad: float = 20.0):

@@ -64,6 +64,7 @@ def test_outcome_has_the_contract_s_fields(outcome, run):
     assert outcome["ms_per_sample"] > 0
     assert outcome["classical_scale_fitted_on"] == "val"
     assert "nothing excluded" in outcome["edge_note"]
+    assert "above λ/(4α)" in outcome["step_note"]
     assert json.loads((run / "metrics.json").read_text()) == outcome
 
 

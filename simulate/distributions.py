@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from statistics import NormalDist
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
+
+from exitwave.ingest.strict_model import StrictModel
 
 __all__ = [
     "Choice",
@@ -48,11 +50,7 @@ def uniform_stream(seed: int, structure_key: str, sample: int, name: str) -> Ite
         yield (z >> 11) * 2.0**-53
 
 
-class _Drawn(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Choice(_Drawn):
+class Choice(StrictModel):
     """One of the values, each as likely as any other."""
 
     choice: tuple[float, ...] = Field(min_length=1)
@@ -64,7 +62,7 @@ class Choice(_Drawn):
         return min(self.choice), max(self.choice)
 
 
-class Uniform(_Drawn):
+class Uniform(StrictModel):
     """Evenly between low and high."""
 
     uniform: tuple[float, float]
@@ -83,7 +81,7 @@ class Uniform(_Drawn):
         return self.uniform
 
 
-class LogUniform(_Drawn):
+class LogUniform(StrictModel):
     """Evenly in the logarithm between low and high, both positive."""
 
     loguniform: tuple[float, float]
@@ -102,7 +100,7 @@ class LogUniform(_Drawn):
         return self.loguniform
 
 
-class Normal(_Drawn):
+class Normal(StrictModel):
     """Gaussian with mean and standard deviation, cut at `limit` deviations (4 unless told)."""
 
     normal: tuple[float, float]
@@ -125,7 +123,7 @@ class Normal(_Drawn):
         return mean - self.limit * deviation, mean + self.limit * deviation
 
 
-class Linspace(_Drawn):
+class Linspace(StrictModel):
     """`num` values from start to stop inclusive; sample k takes number k modulo num: nothing is left to chance."""
 
     linspace: tuple[float, float, int]
@@ -172,7 +170,7 @@ def parse(value: Any) -> Distribution:
         if not math.isfinite(value):
             raise ValueError(f"a finite number expected, came {value!r}")
         return float(value)
-    models: dict[str, type[_Drawn]] = {
+    models: dict[str, type[StrictModel]] = {
         "choice": Choice,
         "uniform": Uniform,
         "loguniform": LogUniform,

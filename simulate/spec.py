@@ -7,11 +7,13 @@ each value is checked against the range in which it makes sense, with a hint at 
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from exitwave.ingest.strict_model import StrictModel
 from exitwave.simulate.distributions import Distribution, bounds, parse
 
 __all__ = [
@@ -30,19 +32,27 @@ __all__ = [
 ]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+# A direction with larger indices has a period of hundreds of Å, which no cell of a sensible size holds.
+ZoneIndex = Annotated[int, Field(ge=-50, le=50)]
 
 
-class BuilderCall(_Frozen):
+class BuilderCall(StrictModel):
     """A call of one of ASE's builders: `name` is a function of `ase.build` (bulk, nanotube, …)."""
 
     name: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _plain(self) -> BuilderCall:
+        try:
+            json.dumps([self.args, self.kwargs], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"args and kwargs: plain values and finite numbers expected ({error})") from None
+        return self
 
-class StructureSource(_Frozen):
+
+class StructureSource(StrictModel):
     """One entry of `structures`: exactly one of library, cif, prototype, ase_db, builder."""
 
     library: tuple[str, ...] | None = None
@@ -54,7 +64,7 @@ class StructureSource(_Frozen):
     ase_db: str | None = None
     select: str = ""
     builder: BuilderCall | None = None
-    zone_axes: tuple[tuple[int, int, int], ...] = Field(default=((0, 0, 1),), min_length=1)
+    zone_axes: tuple[tuple[ZoneIndex, ZoneIndex, ZoneIndex], ...] = Field(default=((0, 0, 1),), min_length=1)
     split: Literal["train", "val", "test"] | None = None
 
     @field_validator("library", mode="before")
@@ -84,7 +94,7 @@ class StructureSource(_Frozen):
         return self
 
 
-class SplitSpec(_Frozen):
+class SplitSpec(StrictModel):
     """How structures are divided: an integer counts units (of one composition, prototype or structure), a fraction
     takes that part of them."""
 
@@ -100,11 +110,11 @@ class SplitSpec(_Frozen):
         return value
 
 
-class CellSpec(_Frozen):
+class CellSpec(StrictModel):
     """The periodic supercell: tiled to at least `min_extent_A` along x and y."""
 
     min_extent_A: float = Field(default=20.0, gt=0, le=2000)
-    max_atoms: int = Field(default=20000, ge=1)
+    max_atoms: int = Field(default=20000, ge=1, le=10_000_000)
     max_strain: float = Field(default=0.01, ge=0, le=0.2)
 
 
@@ -132,7 +142,10 @@ _RANGES: dict[str, tuple[float, float, str, str]] = {
 }
 
 
-class SamplingSpec(_Frozen):
+OriginA = Annotated[float, Field(ge=-1e5, le=1e5)]
+
+
+class SamplingSpec(StrictModel):
     """The physical parameters of a sample, each a constant or a distribution.
 
     Aberrations follow abTEM's polar expansion; `defocus_A = -C10`, positive when the crossover lies downstream.
@@ -158,7 +171,7 @@ class SamplingSpec(_Frozen):
     tilt_y_mrad: Distribution = 0.0
     thickness_A: Distribution = 50.0
     scan_rotation_deg: Distribution = 0.0
-    scan_origin: Literal["random"] | tuple[float, float] = "random"
+    scan_origin: Literal["random"] | tuple[OriginA, OriginA] = "random"
 
     @field_validator(*_RANGES, mode="before")
     @classmethod
@@ -180,11 +193,11 @@ class SamplingSpec(_Frozen):
         return {name: getattr(self, name) for name in _RANGES}
 
 
-class ScanSpec(_Frozen):
+class ScanSpec(StrictModel):
     """Probe positions: `shape` is (rows, columns) = (Ry, Rx), `step_A` the distance between neighbours."""
 
     shape: tuple[int, int] = (8, 8)
-    step_A: float = Field(default=0.6, gt=0, le=100)
+    step_A: float = Field(default=0.6, ge=0.001, le=100)
 
     @field_validator("shape")
     @classmethod
@@ -192,7 +205,7 @@ class ScanSpec(_Frozen):
         return _positive_shape(value)
 
 
-class GridSpec(_Frozen):
+class GridSpec(StrictModel):
     """The grid of the wave function and the slices of the potential."""
 
     potential_sampling_A: float = Field(default=0.2, gt=0.005, le=1)
@@ -202,7 +215,7 @@ class GridSpec(_Frozen):
     parametrization: Literal["lobato", "kirkland"] = "lobato"
 
 
-class DetectorSpec(_Frozen):
+class DetectorSpec(StrictModel):
     """A detector of fixed shape. Its pixels are squares of `2 * max / shape` with zero frequency at [Qy//2, Qx//2]."""
 
     shape: tuple[int, int] = (32, 32)
@@ -228,14 +241,14 @@ class DetectorSpec(_Frozen):
         return self.max_angle_mrad * 1e-3 / wavelength_A
 
 
-class PhononSpec(_Frozen):
+class PhononSpec(StrictModel):
     """Frozen phonons: `count` displaced configurations (0: static atoms), `rms_A` along each axis."""
 
     count: int = Field(default=0, ge=0, le=1000)
     rms_A: float = Field(default=0.08, ge=0, le=1)
 
 
-class LabelSpec(_Frozen):
+class LabelSpec(StrictModel):
     """The projected potential over exactly the scanned field. `blur_A` is the standard deviation of its Gaussian."""
 
     shape: tuple[int, int] = (32, 32)
@@ -253,7 +266,7 @@ def _positive_shape(value: tuple[int, int]) -> tuple[int, int]:
     return value
 
 
-class Recipe(_Frozen):
+class Recipe(StrictModel):
     """How samples are drawn from any structure: all of a campaign but its structures, sizes and splits."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -284,13 +297,17 @@ class Recipe(_Frozen):
         return self.scan.shape[0] * self.scan.step_A / self.label.shape[0]
 
 
+# Planning draws every sample, in about a third of a millisecond each: minutes for this many.
+MAX_SAMPLES = 1_000_000
+
+
 class CampaignSpec(Recipe):
     """A whole campaign: a recipe, the structures it is applied to, how many samples of each, and the splits."""
 
     name: str = Field(min_length=1, max_length=200)
     structures: tuple[StructureSource, ...] = Field(min_length=1)
     split: SplitSpec = SplitSpec()
-    samples_per_structure: int = Field(default=16, ge=1)
+    samples_per_structure: int = Field(default=16, ge=1, le=MAX_SAMPLES)
     samples_per_shard: int = Field(default=16, ge=1, le=100_000)
     simulator: Literal["auto", "abtem", "weak-phase"] = "auto"
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from exitwave.ingest.strict_model import StrictModel
 
 __all__ = [
     "CheckpointSpec",
@@ -24,24 +26,20 @@ __all__ = [
 ]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelSpec(_Strict):
+class ModelSpec(StrictModel):
     """The network: a preset's sizes, each of which may be overridden."""
 
     name: Literal["fc-densenet"] = "fc-densenet"
     preset: Literal["tiny", "small", "paper-23M", "paper-40M", "paper-220M"] = "tiny"
     layout: Literal["detector-as-channels", "probes-as-channels"] = "detector-as-channels"
-    growth: int | None = Field(default=None, ge=1)
-    layers: tuple[int, ...] | None = None
-    kernel: int | None = Field(default=None, ge=1)
-    up_kernel: int | None = Field(default=None, ge=1)
+    growth: int | None = Field(default=None, ge=1, le=4096)
+    layers: tuple[Annotated[int, Field(ge=1, le=64)], ...] | None = None
+    kernel: int | None = Field(default=None, ge=1, le=255)
+    up_kernel: int | None = Field(default=None, ge=1, le=255)
     skips: bool | None = None
     norm: Literal["group", "none"] | None = None
     dropout: float | None = Field(default=None, ge=0, lt=1)
-    stem: tuple[int, ...] | None = None
+    stem: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None = None
 
     def overrides(self) -> dict[str, object]:
         """The sizes that were given, by the names of `DenseNetSize`."""
@@ -49,7 +47,7 @@ class ModelSpec(_Strict):
         return {name: value for name, value in sizes.items() if value is not None}
 
 
-class DataSpec(_Strict):
+class DataSpec(StrictModel):
     """What the network sees of a sample.
 
     dose_e_per_pattern: mean counts per pattern of the Poisson noise; null for noise-free patterns.
@@ -72,16 +70,19 @@ class DataSpec(_Strict):
         "R_sampling_A",
     )
     augment: Literal["none", "dihedral"] = "dihedral"
-    workers: int = Field(default=0, ge=0, description="loader processes per rank; 0 reads in the rank itself")
+    workers: int = Field(default=0, ge=0, le=256, description="loader processes per rank; 0 reads in the rank itself")
 
 
-class OptimizerSpec(_Strict):
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSpec(StrictModel):
     """AdamW or SGD with a warm-up and a decay; `clip` bounds the norm of the whole gradient (null: none)."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(default=2e-3, gt=0)
     weight_decay: float = Field(default=1e-2, ge=0)
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
     eps: float = Field(default=1e-8, gt=0, description="of adamw: gradients well below it move a weight in proportion")
     momentum: float = Field(default=0.9, ge=0, lt=1)
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -90,7 +91,7 @@ class OptimizerSpec(_Strict):
     clip: float | None = Field(default=1.0, gt=0)
 
 
-class LossSpec(_Strict):
+class LossSpec(StrictModel):
     """`offset_weight` weighs the error of a sample's mean against that of its structure, which is what is scored."""
 
     name: Literal["mse", "huber", "l1"] = "huber"
@@ -98,7 +99,7 @@ class LossSpec(_Strict):
     offset_weight: float = Field(default=0.1, ge=0)
 
 
-class EngineSpec(_Strict):
+class EngineSpec(StrictModel):
     """Handed to `GroupedAllreduce` as it is."""
 
     protocol: str = "static"
@@ -107,14 +108,14 @@ class EngineSpec(_Strict):
     timeout_s: float = Field(default=300.0, gt=0)
 
 
-class CheckpointSpec(_Strict):
+class CheckpointSpec(StrictModel):
     """A checkpoint every so many steps (and at the end); the last `keep` stay."""
 
     every_steps: int = Field(default=100, ge=1)
     keep: int = Field(default=2, ge=1)
 
 
-class TrainSpec(_Strict):
+class TrainSpec(StrictModel):
     """The whole of a training. `batch` counts samples over all ranks."""
 
     model: ModelSpec = ModelSpec()
@@ -127,7 +128,7 @@ class TrainSpec(_Strict):
     loss: LossSpec = LossSpec()
     engine: EngineSpec = EngineSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     precision: Literal["fp32", "fp64"] = Field(
         default="fp32", description="fp64 is slow; it keeps rounding from growing where runs are compared"
     )

@@ -141,6 +141,8 @@ def _show(value: Any, limit: int = 60) -> str:
         text = "the keys " + ", ".join(str(k) for k in value)
     elif value is None:
         text = "nothing"
+    elif isinstance(value, tuple):  # a list of the file
+        text = repr(list(value))
     else:
         text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

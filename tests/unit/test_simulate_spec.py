@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from sim_samples import campaign
 
-from exitwave.simulate.spec import CampaignSpec, Recipe
+from exitwave.simulate.spec import CampaignSpec, Recipe, StructureSource
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,13 @@ from exitwave.simulate.spec import CampaignSpec, Recipe
         ("structures", [{"prototype": "fcc", "elements": ["Au"]}], "a_A"),
         ("structures", [{"library": "Au", "a_A": 4.0}], "prototype"),
         ("structures", [{"library": "Au", "zone_axes": [[0, 0, 0]]}], "no direction"),
+        ("structures", [{"library": "Au", "zone_axes": [[51, 1, 0]]}], "less than or equal to 50"),
+        ("structures", [{"builder": {"name": "bulk", "kwargs": {"a": float("nan")}}}], "finite numbers expected"),
         ("structures", [], "at least 1"),
+        ("samples_per_structure", 10**9, "less than or equal to 1000000"),
+        ("sampling", {"scan_origin": [float("nan"), 0]}, "finite"),
+        ("sampling", {"scan_origin": [1e300, 0]}, "100000"),
+        ("scan", {"step_A": 1e-300}, "greater than or equal to 0.001"),
         ("seed", -1, "greater than or equal to 0"),
     ],
 )
@@ -38,6 +44,35 @@ def test_a_wrong_value_is_refused_with_a_hint(place: str, value: Any, told: str)
         campaign(**{place: value})
     assert told in str(caught.value)
     assert all(error["loc"] == () or error["loc"][0] == place for error in caught.value.errors())
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("seed", True),
+        ("seed", "1"),
+        ("seed", 1.0),
+        ("name", 3),
+        ("split", {"val": True}),
+        ("split", {"val": float("nan")}),
+        ("scan", {"step_A": "0.5"}),
+        ("scan", {"step_A": float("inf")}),
+        ("scan", {"shape": [True, 4]}),
+        ("sampling", {"energy_keV": {"choice": ["200"]}}),
+        ("sampling", {"thickness_A": {"linspace": [4, 8, 2.0]}}),
+        ("sampling", {"thickness_A": {"normal": [4, float("nan")]}}),
+    ],
+)
+def test_nothing_is_converted_on_the_way_in(place: str, value: Any) -> None:
+    with pytest.raises(ValidationError):
+        campaign(**{place: value})
+
+
+def test_lists_stand_for_tuples_and_whole_numbers_for_real_ones() -> None:
+    spec = campaign(scan={"shape": [8, 8], "step_A": 1}, label={"shape": [8, 8]})
+    assert (spec.scan.shape, spec.scan.step_A, type(spec.scan.step_A)) == ((8, 8), 1.0, float)
+    source = StructureSource.model_validate({"builder": {"name": "bulk", "args": ["Cu", [1, [2]]]}})
+    assert source.builder is not None and source.builder.args == ("Cu", (1, (2,)))
 
 
 def test_a_campaign_survives_json() -> None:

@@ -50,6 +50,8 @@ KeyPath = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_NODES = 200_000
+_MAX_DEPTH = 50
+_MAX_INT = 2**64
 _PLAIN_TAGS = {"null", "bool", "int", "float", "str"}
 _TAG = "tag:yaml.org,2002:"
 
@@ -121,6 +123,8 @@ class _Reader:
             raise UsageError(f"{place}: not valid YAML: {error.problem or error.context}.{_yaml_hint(error)}") from None
         except YAMLError as error:
             raise UsageError(f"{self.source}: not valid YAML: {str(error).splitlines()[0]}.") from None
+        except RecursionError:
+            raise UsageError(f"{self.source}: nested too deeply to be read; at most {_MAX_DEPTH} levels.") from None
         return None if node is None else self._value(node, (), ())
 
     def _at(self, node: Node) -> str:
@@ -132,6 +136,8 @@ class _Reader:
             raise UsageError(f"{self._at(node)}: the alias refers to what it stands in.")
         if self._count > _MAX_NODES:
             raise UsageError(f"{self.source}: more than {_MAX_NODES} values once aliases are followed.")
+        if len(above) > _MAX_DEPTH:
+            raise UsageError(f"{self._at(node)}: nested too deeply; at most {_MAX_DEPTH} levels are read here.")
         self.places.setdefault(path, self._at(node))
         if isinstance(node, MappingNode):
             self._plain_tag(node, "map")
@@ -169,10 +175,13 @@ class _Reader:
                 f"{self._at(node)}: the tag {tag.replace(_TAG, '!!')} is not read here; give a plain value."
             )
         try:
-            return self._yaml.constructor.construct_object(node, deep=True)
+            value = self._yaml.constructor.construct_object(node, deep=True)
         except (ValueError, YAMLError):
             said = tag.replace(_TAG, "!!")
-            raise UsageError(f"{self._at(node)}: {node.value!r} is not what its tag {said} says.") from None
+            raise UsageError(f"{self._at(node)}: {_short(node.value)!r} is not what its tag {said} says.") from None
+        if isinstance(value, int) and abs(value) >= _MAX_INT:
+            raise UsageError(f"{self._at(node)}: {_short(node.value)} is larger than any number that is read here.")
+        return value
 
     def _plain_tag(self, node: Node, expected: str) -> None:
         if str(node.tag) != _TAG + expected:
@@ -242,7 +251,7 @@ def _put(data: Any, parts: Sequence[str], value: Any, option: str) -> KeyPath:
     for i, part in enumerate(parts):
         last = i == len(parts) - 1
         if isinstance(here, list):
-            if not part.isdigit() or int(part) >= len(here):
+            if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(here):
                 raise UsageError(
                     f"{option}: {dotted(tuple(path))} is a list of {len(here)}; expected a position "
                     f"0..{len(here) - 1}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def _value(value: Any) -> Any:
 
 def _find(data: Any, uid: str) -> int:
     if uid.startswith("#"):
-        if not uid[1:].isdigit() or int(uid[1:]) >= len(data):
+        if not re.fullmatch("[0-9]{1,18}", uid[1:]) or int(uid[1:]) >= len(data):
             raise UsageError(f"{uid}: expected #0 to #{len(data) - 1}; the data set has {len(data)} samples.")
         return int(uid[1:])
     uids = data.uids

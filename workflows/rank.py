@@ -7,6 +7,7 @@ readable message instead of every rank's traceback.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 import traceback
@@ -88,8 +89,8 @@ def check_mesh(mesh: str, world_size: int | None) -> None:
     """`auto` or `DxS`. Raises UsageError for spatial ranks, or when D is not the number of ranks."""
     if mesh == "auto":
         return
-    d, x, s = mesh.partition("x")
-    if not (x and d.isdigit() and s.isdigit() and int(d) >= 1 and int(s) >= 1):
+    d, _, s = mesh.partition("x")
+    if not re.fullmatch("[1-9][0-9]{0,8}x[1-9][0-9]{0,8}", mesh):
         raise UsageError(f"--mesh {mesh}: expected auto or DxS, for example 2x1 for two data-parallel ranks.")
     if int(s) != 1:
         raise UsageError(f"--mesh {mesh}: spatial parallelism is not part of this version; expected {d}x1 or auto.")

@@ -69,6 +69,11 @@ def test_a_good_file_is_read() -> None:
         ("- 1\n- 2\n", "c.yaml:1:1: expected `key: value` lines, got a list"),
         ("", "c.yaml:1:1: the file is empty"),
         ("a: &x [*x]\n", "refers to what it stands in"),
+        ("a: " + "[" * 60 + "]" * 60, "c.yaml:1:54: nested too deeply; at most 50 levels"),
+        ("a: " + "[" * 3000 + "]" * 3000, "c.yaml: nested too deeply to be read; at most 50 levels"),
+        ("a: " + "{b: " * 900 + "1" + "}" * 900, "nested too deeply"),
+        ("a: 1\nb: 0x" + "f" * 5000, "c.yaml:2:4: 0xfff"),
+        ("a: " + "9" * 5000, "is not what its tag !!int says"),
     ],
 )
 def test_bad_yaml_is_refused_with_its_place(text: str, expected: str) -> None:
@@ -119,10 +124,25 @@ def test_a_wrong_distribution_names_its_key() -> None:
 def test_overrides_change_values_and_are_named_in_messages() -> None:
     spec = validate(parse(CAMPAIGN, "scan.shape=[4, 4]", "label.shape=[8, 8]", "structures.0.split=test"), CampaignSpec)
     assert (spec.scan.shape, spec.structures[0].split) == ((4, 4), "test")
-    assert refusal(CAMPAIGN, "scan.step_A=-1").startswith("--set scan.step_A=-1: scan.step_A: expected a value > 0")
+    assert refusal(CAMPAIGN, "scan.step_A=-1").startswith(
+        "--set scan.step_A=-1: scan.step_A: expected a value >= 0.001"
+    )
 
 
-@pytest.mark.parametrize("option", ["nothing", "=3", "structures.9.split=test", "name.first=a", "a=[1", "a=!!int x"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "nothing",
+        "=3",
+        "structures.9.split=test",
+        "structures[²].split=test",
+        f"structures[{'9' * 5000}].split=test",
+        "name.first=a",
+        "a=[1",
+        "a=!!int x",
+        f"a={'[' * 2000}{']' * 2000}",
+    ],
+)
 def test_bad_overrides_name_the_option(option: str) -> None:
     with pytest.raises(UsageError) as caught:
         validate(parse(CAMPAIGN, option), CampaignSpec)

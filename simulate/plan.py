@@ -17,7 +17,7 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION
 from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
-from exitwave.simulate.spec import CampaignSpec
+from exitwave.simulate.spec import MAX_SAMPLES, CampaignSpec
 from exitwave.simulate.splits import SplitUnit, assign_splits
 from exitwave.simulate.structures.orient import OrientationError, orient
 from exitwave.simulate.structures.preflight import check_crystal, reduced_formula, symmetry_of
@@ -147,7 +147,11 @@ def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | R
         label = f"{crystal.source} along [{zone[0]} {zone[1]} {zone[2]}]"
         try:
             cell = orient(
-                crystal.atoms, zone, max_strain=spec.cell.max_strain, slice_thickness_A=spec.grid.slice_thickness_A
+                crystal.atoms,
+                zone,
+                max_strain=spec.cell.max_strain,
+                slice_thickness_A=spec.grid.slice_thickness_A,
+                max_atoms=spec.cell.max_atoms,
             )
         except OrientationError as error:
             yield Rejected(source=label, why=str(error))
@@ -196,19 +200,25 @@ def _check_size(structure: StructureSpec, spec: CampaignSpec) -> str | None:
 def _with_tasks(
     spec: CampaignSpec, structures: list[StructureSpec], splits: list[str], rejected: list[Rejected]
 ) -> Plan:
+    asked = len(structures) * spec.samples_per_structure
+    if asked > MAX_SAMPLES:
+        raise UsageError(
+            f"samples_per_structure: {spec.samples_per_structure} samples of {len(structures)} structures are {asked}, "
+            f"at most {MAX_SAMPLES} expected in one campaign; ask for fewer, or divide it into several campaigns"
+        )
     recipe = spec.recipe()
     simulator = "abtem" if spec.simulator == "auto" else spec.simulator
     campaign_hash = _campaign_hash(spec, structures, splits, simulator)
     fields = fields_of(recipe)
     tasks: list[TaskSpec] = []
     used: list[StructureSpec] = []
-    seen: dict[int, SampleSpec] = {}
+    seen: dict[int, tuple[StructureSpec, int]] = {}  # no samples: a large campaign's would fill the memory
     seconds = 0.0
     lost = 0
     memory = 0
     for structure, split in zip(structures, splits, strict=True):
         reasons: Counter[str] = Counter()
-        good: list[SampleSpec] = []
+        good: list[tuple[int, int]] = []  # index and uid
         for k in range(spec.samples_per_structure):
             sample = draw_sample(structure, recipe, k, split)
             reason = reject_sample(sample)
@@ -216,7 +226,7 @@ def _with_tasks(
                 reasons[reason] += 1
                 continue
             _refuse_twins(seen, sample)
-            good.append(sample)
+            good.append((k, sample.uid))
             seconds += estimate_seconds(sample)
             memory = max(memory, worker_memory_bytes(sample))
         if reasons:
@@ -234,7 +244,7 @@ def _with_tasks(
                 simulator=simulator,
                 split=split,
                 fields=fields,
-                uids=tuple(sample.uid for sample in chunk),
+                uids=tuple(uid for _, uid in chunk),
             )
             tasks.append(
                 TaskSpec(
@@ -244,7 +254,7 @@ def _with_tasks(
                     structure=structure,
                     recipe=recipe,
                     split=split,
-                    sample_indices=tuple(sample.sample_index for sample in chunk),
+                    sample_indices=tuple(k for k, _ in chunk),
                     shard_id=shard_id,
                 )
             )
@@ -266,11 +276,12 @@ def _with_tasks(
     )
 
 
-def _refuse_twins(seen: dict[int, SampleSpec], sample: SampleSpec) -> None:
+def _refuse_twins(seen: dict[int, tuple[StructureSpec, int]], sample: SampleSpec) -> None:
     """One uid, one sample. Two samples of one structure that are the same experiment are a slip of the campaign."""
-    other = seen.setdefault(sample.uid, sample)
-    if other is sample:
+    structure, index = seen.setdefault(sample.uid, (sample.structure, sample.sample_index))
+    if structure is sample.structure and index == sample.sample_index:
         return
+    other = draw_sample(structure, sample.recipe, index, sample.split)
     if other.structure.key == sample.structure.key and other.values == sample.values:
         raise UsageError(
             f"samples {other.sample_index} and {sample.sample_index} of {sample.structure.source} are the same "

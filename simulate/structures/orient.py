@@ -26,6 +26,7 @@ __all__ = ["OrientationError", "OrientedCell", "orient"]
 
 _SEARCH_LENGTH_A = 40.0
 _MAX_AREA_A2 = 3000.0
+_MAX_PERIOD_A = 1000.0
 
 
 class OrientationError(ValueError):
@@ -44,15 +45,24 @@ class OrientedCell:
     slices: int
 
 
-def orient(atoms: Any, zone_axis: tuple[int, int, int], *, max_strain: float, slice_thickness_A: float) -> OrientedCell:
+def orient(
+    atoms: Any, zone_axis: tuple[int, int, int], *, max_strain: float, slice_thickness_A: float, max_atoms: int
+) -> OrientedCell:
     """The orthogonal cell of `atoms` along `zone_axis` (direct-lattice indices of the given cell).
 
-    Raises OrientationError naming the least strain found.
+    Raises OrientationError naming the least strain found, or the size of a period that is too long or holds more than
+    `max_atoms`.
     """
     primitive = _primitive(atoms)
     lattice = np.asarray(primitive.cell.array)  # rows a, b, c
     w = _along(lattice, np.asarray(zone_axis) @ atoms.cell.array)
+    length = float(np.linalg.norm(w @ lattice))
+    if length > _MAX_PERIOD_A:
+        raise OrientationError(f"its period along this axis is {length:.4g} Å, at most {_MAX_PERIOD_A:g} Å expected")
     matrix, strain = _across(lattice, w, max_strain)
+    period = len(primitive) * abs(round(float(np.linalg.det(matrix))))
+    if period > max_atoms:
+        raise OrientationError(f"one period along this axis holds {period} atoms, cell.max_atoms is {max_atoms}")
     return _assemble(primitive, matrix, strain, np.asarray(atoms.cell.array), slice_thickness_A)
 
 

@@ -67,6 +67,8 @@ def read_sources(sources: tuple[StructureSource, ...], *, base_dir: Path) -> Ite
         except UsageError as error:
             text = str(error)
             raise UsageError(text if text.startswith(where) else f"{where}: {text}") from None
+        except OSError as error:
+            raise UsageError(f"{where}: {error.filename}: cannot be read: {error.strerror}") from None
 
 
 def _read_source(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
@@ -117,10 +119,18 @@ def _read_library(source: StructureSource, where: str) -> Iterator[Crystal | Rej
         yield _parse_cif(source, file.read_bytes(), f"library:{name}.cif", licence)
 
 
+def _path(base_dir: Path, written: str, where: str) -> Path:
+    """A path as a campaign gives it. Raises UsageError for a `~user` without a home."""
+    try:
+        return base_dir / Path(written).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{where}: {written}: no user of that name has a home folder; give the whole path") from None
+
+
 def _read_cif_patterns(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
     patterns = (source.cif,) if isinstance(source.cif, str) else source.cif or ()
     for pattern in patterns:
-        path = base_dir / Path(pattern).expanduser()
+        path = _path(base_dir, pattern, f"{where}.cif")
         if path.is_dir():
             files = sorted(path.rglob("*.cif"))
             missing = f"the folder {path} holds no .cif file"
@@ -157,7 +167,7 @@ def _parse_cif(source: StructureSource, data: bytes, label: str, licence: str) -
 def _read_database(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
     from ase.db import connect
 
-    path = base_dir / Path(source.ase_db or "").expanduser()
+    path = _path(base_dir, source.ase_db or "", f"{where}.ase_db")
     if not path.is_file():
         raise UsageError(f"{where}.ase_db: {path} does not exist")
     try:

@@ -99,7 +99,13 @@ def gallium_arsenide_110() -> Any:
 
     from exitwave.simulate.structures.orient import orient
 
-    cell = orient(bulk("GaAs", "zincblende", 5.653, cubic=True), (1, 1, 0), max_strain=1e-6, slice_thickness_A=100.0)
+    cell = orient(
+        bulk("GaAs", "zincblende", 5.653, cubic=True),
+        (1, 1, 0),
+        max_strain=1e-6,
+        slice_thickness_A=100.0,
+        max_atoms=10_000,
+    )
     return Atoms(numbers=cell.numbers, positions=cell.positions_A, cell=cell.lengths_A, pbc=True) * (1, 1, 2)
 
 

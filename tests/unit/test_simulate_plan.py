@@ -135,6 +135,11 @@ def test_samples_that_are_one_experiment_are_refused() -> None:
     assert plan(sampling=constant, samples_per_structure=1).n_samples == 3
 
 
+def test_more_samples_than_can_be_planned_are_refused_before_any_is_drawn() -> None:
+    with pytest.raises(UsageError, match="samples_per_structure: 500000 samples of 3 structures are 1500000, at most"):
+        plan(samples_per_structure=500_000)
+
+
 def test_zone_axes_make_structures_of_one_split() -> None:
     many = plan(structures=[{"library": ["Si", "Al", "Cu"], "zone_axes": [[0, 0, 1], [1, 1, 0], [1, 1, 1]]}])
     assert len(many.structures) == 9

@@ -78,6 +78,9 @@ def test_an_unreadable_cif_is_a_rejected_row_and_a_missing_one_a_slip(tmp_path: 
         (StructureSource(cif="*.mmcif"), "no file matches"),
         (StructureSource(library=("Unobtainium",)), "not shipped; there are Ag, Al"),
         (StructureSource(ase_db="x.db"), "does not exist"),
+        (StructureSource(cif="~nobody-of-this-name/x.cif"), r"structures\[0\].cif: .*no user of that name"),
+        (StructureSource(ase_db="~nobody-of-this-name/x.db"), r"structures\[0\].ase_db: .*no user of that name"),
+        (StructureSource(cif=f"{'x' * 5000}.cif"), r"structures\[0\]: .*cannot be read"),
         (StructureSource.model_validate({"builder": {"name": "bulkk"}}), "ase.build has no 'bulkk'"),
         (StructureSource.model_validate({"builder": {"name": "bulk", "args": ["Zz"]}}), "refused it"),
         (StructureSource(prototype="perovskit", elements=("Sr",), a_A=3.9), "known ones: bcc"),
@@ -149,7 +152,7 @@ ZONES = [(0, 0, 1), (1, 1, 0), (1, 1, 1), (1, 1, 2), (0, 1, 3)]
 @pytest.mark.parametrize("name", ["Au", "Fe", "Si", "GaAs", "BaTiO3", "VO2-rutile", "Mg"])
 def test_an_oriented_cell_is_the_same_crystal(name: str, zone: tuple[int, int, int]) -> None:
     atoms = read_one(StructureSource(library=(name,))).atoms
-    cell = orient(atoms, zone, max_strain=0.02, slice_thickness_A=2.0)
+    cell = orient(atoms, zone, max_strain=0.02, slice_thickness_A=2.0, max_atoms=10_000)
     volume = float(np.prod(cell.lengths_A))
     density = len(atoms) / atoms.get_volume()
     assert len(cell.numbers) / volume == pytest.approx(density, rel=4 * cell.strain + 1e-6)
@@ -177,7 +180,7 @@ def _shells(atoms: Atoms, number: int, count: int = 24) -> np.ndarray:
 def test_no_atom_sits_on_a_slice_boundary(zone: tuple[int, int, int]) -> None:
     for name in ("Si", "GaAs", "Au"):
         atoms = read_one(StructureSource(library=(name,))).atoms
-        cell = orient(atoms, zone, max_strain=0.01, slice_thickness_A=2.0)
+        cell = orient(atoms, zone, max_strain=0.01, slice_thickness_A=2.0, max_atoms=10_000)
         heights = np.mod([p[2] for p in cell.positions_A], cell.lengths_A[2] / cell.slices)
         thickness = cell.lengths_A[2] / cell.slices
         assert np.minimum(heights, thickness - heights).min() > 0.05
@@ -192,7 +195,7 @@ def test_the_turned_crystal_is_not_mirrored() -> None:
         pbc=True,
     )
     for zone in [(0, 0, 1), (1, 0, 0), (0, 1, 0)]:
-        cell = orient(chiral, zone, max_strain=0.0, slice_thickness_A=2.0)
+        cell = orient(chiral, zone, max_strain=0.0, slice_thickness_A=2.0, max_atoms=10_000)
         place = dict(zip(cell.numbers, np.asarray(cell.positions_A), strict=True))
         lengths = np.asarray(cell.lengths_A)
         legs = [(place[n] - place[1] + lengths / 2) % lengths - lengths / 2 for n in (2, 3, 4)]
@@ -202,4 +205,18 @@ def test_the_turned_crystal_is_not_mirrored() -> None:
 def test_too_much_strain_is_refused_with_the_least_found() -> None:
     triclinic = Atoms("Au", cell=[[5, 0, 0], [1.3, 6, 0], [0.7, 1.9, 7]], pbc=True)
     with pytest.raises(OrientationError, match=r"no orthogonal cell within a strain of 0.1 %|no lattice vectors"):
-        orient(triclinic, (0, 0, 1), max_strain=0.001, slice_thickness_A=2.0)
+        orient(triclinic, (0, 0, 1), max_strain=0.001, slice_thickness_A=2.0, max_atoms=10_000)
+
+
+@pytest.mark.parametrize(
+    ("atoms", "zone", "told"),
+    [
+        (bulk("Cu", cubic=True), (49, 47, 1), r"one period along this axis holds \d+ atoms, cell.max_atoms is 500"),
+        (Atoms("Cu", cell=[4, 4, 1e7], pbc=True), (0, 0, 1), r"period along this axis is 1e\+07 Å, at most 1000 Å"),
+    ],
+)
+def test_a_period_that_nobody_could_simulate_is_never_built(
+    atoms: Atoms, zone: tuple[int, int, int], told: str
+) -> None:
+    with pytest.raises(OrientationError, match=told):
+        orient(atoms, zone, max_strain=0.01, slice_thickness_A=2.0, max_atoms=500)

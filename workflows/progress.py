@@ -20,6 +20,7 @@ __all__ = ["Bar", "ProgressState", "human_bytes", "human_seconds", "progress_vie
 Event = Mapping[str, Any]
 _LINE_EVERY_S = 5.0
 _RATE_WINDOW_S = 30.0
+_RATE_POINTS = 9  # at least: tasks of a cluster end in bursts, and two of them make no rate
 
 
 @dataclass
@@ -38,12 +39,12 @@ class Bar:
         """Note that `done` units are done at time `now` (seconds)."""
         self.done = done
         self.history.append((now, done))
-        while len(self.history) > 2 and self.history[0][0] < now - _RATE_WINDOW_S:
+        while len(self.history) > _RATE_POINTS and self.history[0][0] < now - _RATE_WINDOW_S:
             self.history.popleft()
 
     @property
     def rate(self) -> float | None:
-        """Units a second over the last half minute."""
+        """Units a second over the last half minute, or over the last few advances where they took longer."""
         if len(self.history) < 2:
             return None
         (t0, d0), (t1, d1) = self.history[0], self.history[-1]

@@ -44,6 +44,17 @@ def test_the_rate_forgets_what_was_long_ago() -> None:
     assert bar.rate == pytest.approx(5, rel=0.05)
 
 
+def test_tasks_that_end_in_bursts_make_a_steady_rate() -> None:
+    """Two workers, tasks of 40 s, 9 samples each, ending a second apart: 18 samples in 40 s."""
+    bar = Bar(label="x", unit="samples", total=1000)
+    rates = []
+    for pair in range(8):
+        for late in (0.0, 1.0):
+            bar.advance_to(bar.done + 9, 40.0 * pair + late)
+            rates.append(bar.rate)
+    assert all(rate == pytest.approx(0.45, rel=0.25) for rate in rates[8:])
+
+
 def test_lines_come_seldom_and_the_last_always() -> None:
     out = io.StringIO()
     view = _LineView(out, every_s=1000)

@@ -1,17 +1,15 @@
 """Where crystals come from: shipped CIFs, files and folders of CIFs, ASE databases, ASE builders, prototypes.
 
-Reading decides nothing about whether a crystal is fit to be simulated: that is `preflight`'s part. What can be read
-becomes a `Crystal`, what cannot becomes a `Rejected` row with the reason; a source that does not exist at all is the
-person's slip and raises UsageError.
+Reading decides nothing about whether a crystal is fit to be simulated: that is `preflight`'s part. What says one
+crystal becomes a `Crystal`, what does not becomes a `Rejected` row with the reason; a source that does not exist at all
+is the person's slip and raises UsageError.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
-import io
 import json
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -20,6 +18,7 @@ from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.spec import StructureSource
+from exitwave.simulate.structures.cif import CifError, read_cif
 from exitwave.simulate.structures.prototypes import build_prototype
 
 __all__ = ["Crystal", "Rejected", "library_names", "read_sources"]
@@ -27,16 +26,12 @@ __all__ = ["Crystal", "Rejected", "library_names", "read_sources"]
 
 @dataclass(frozen=True, kw_only=True)
 class Crystal:
-    """A crystal as its source gives it. `key` is the sha256 (hex) of the source's content, independent of its place.
-
-    `cif_text` is the file's text where the source is a CIF, for the checks that ASE's reader leaves out.
-    """
+    """A crystal as its source gives it. `key` is the sha256 (hex) of the source's content, independent of its place."""
 
     atoms: Any
     source: str
     licence: str
     key: str
-    cif_text: str | None
     zone_axes: tuple[tuple[int, int, int], ...]
     split: str | None
 
@@ -92,13 +87,12 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def _crystal(source: StructureSource, atoms: Any, label: str, licence: str, key: str, text: str | None) -> Crystal:
+def _crystal(source: StructureSource, atoms: Any, label: str, licence: str, key: str) -> Crystal:
     return Crystal(
         atoms=atoms,
         source=label,
         licence=licence,
         key=key,
-        cif_text=text,
         zone_axes=source.zone_axes,
         split=source.split,
     )
@@ -106,7 +100,7 @@ def _crystal(source: StructureSource, atoms: Any, label: str, licence: str, key:
 
 def _computed(source: StructureSource, atoms: Any, label: str) -> Crystal:
     """A crystal that is computed, not read: its key is the request that makes it."""
-    return _crystal(source, atoms, label, "computed", hashlib.sha256(label.encode()).hexdigest(), None)
+    return _crystal(source, atoms, label, "computed", hashlib.sha256(label.encode()).hexdigest())
 
 
 def _read_library(source: StructureSource, where: str) -> Iterator[Crystal | Rejected]:
@@ -131,14 +125,16 @@ def _read_cif_patterns(source: StructureSource, base_dir: Path, where: str) -> I
     patterns = (source.cif,) if isinstance(source.cif, str) else source.cif or ()
     for pattern in patterns:
         path = _path(base_dir, pattern, f"{where}.cif")
-        if path.is_dir():
+        if path.is_file():  # first, since a name may hold brackets
+            files, missing = [path], ""
+        elif path.is_dir():
             files = sorted(path.rglob("*.cif"))
             missing = f"the folder {path} holds no .cif file"
         elif any(mark in pattern for mark in "*?["):
             files = sorted(Path(found) for found in glob.glob(str(path), recursive=True))  # noqa: PTH207
             missing = f"no file matches {path}"
         else:
-            files = [path] if path.is_file() else []
+            files = []
             missing = f"{path} does not exist"
         if not files:
             raise UsageError(f"{where}.cif: {missing}")
@@ -152,16 +148,11 @@ def _read_cif_patterns(source: StructureSource, base_dir: Path, where: str) -> I
 
 
 def _parse_cif(source: StructureSource, data: bytes, label: str, licence: str) -> Crystal | Rejected:
-    from ase.io import read
-
-    text = data.decode("utf-8", errors="replace")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            atoms = read(io.StringIO(text), format="cif")
-    except Exception as error:  # ASE's reader raises anything from KeyError to AssertionError on odd files
-        return Rejected(source=label, why=f"ASE cannot read it as CIF: {type(error).__name__}: {error}")
-    return _crystal(source, atoms, label, licence, hashlib.sha256(data).hexdigest(), text)
+        atoms = read_cif(data.decode("utf-8", errors="replace"))
+    except CifError as error:
+        return Rejected(source=label, why=str(error))
+    return _crystal(source, atoms, label, licence, hashlib.sha256(data).hexdigest())
 
 
 def _read_database(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
@@ -180,7 +171,7 @@ def _read_database(source: StructureSource, base_dir: Path, where: str) -> Itera
         atoms = row.toatoms()
         content = [atoms.numbers.tolist(), atoms.cell.tolist(), atoms.positions.tolist(), atoms.pbc.tolist()]
         key = hashlib.sha256(_canonical(content).encode()).hexdigest()
-        yield _crystal(source, atoms, f"ase_db:{path.name}#{row.id}", "as stated by the database", key, None)
+        yield _crystal(source, atoms, f"ase_db:{path.name}#{row.id}", "as stated by the database", key)
 
 
 def _call_builder(source: StructureSource, where: str) -> Any:

@@ -15,9 +15,11 @@ from sim_samples import DATA
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.spec import StructureSource
 from exitwave.simulate.structures.orient import OrientationError, orient
-from exitwave.simulate.structures.preflight import check_crystal, parse_formula, reduced_formula, symmetry_of
+from exitwave.simulate.structures.preflight import check_crystal, reduced_formula, symmetry_of
 from exitwave.simulate.structures.prototypes import PROTOTYPES, build_prototype
 from exitwave.simulate.structures.sources import Crystal, Rejected, library_names, read_sources
+
+LIBRARY = Path(__file__).resolve().parents[2] / "simulate/structures/library"
 
 
 def read_one(source: StructureSource, base_dir: Path = DATA) -> Crystal:
@@ -27,28 +29,18 @@ def read_one(source: StructureSource, base_dir: Path = DATA) -> Crystal:
 
 
 def crystal_of(atoms: Atoms) -> Crystal:
-    return Crystal(atoms=atoms, source="t", licence="", key="k", cif_text=None, zone_axes=((0, 0, 1),), split=None)
+    return Crystal(atoms=atoms, source="t", licence="", key="k", zone_axes=((0, 0, 1),), split=None)
 
 
 @pytest.mark.parametrize("name", library_names())
 def test_every_shipped_structure_passes_and_has_its_declared_space_group(name: str) -> None:
     crystal = read_one(StructureSource(library=(name,)))
     assert check_crystal(crystal) is None
-    assert crystal.cif_text is not None
-    declared = [line.split()[1] for line in crystal.cif_text.splitlines() if line.startswith("_space_group_IT_number")]
+    text = (LIBRARY / f"{name}.cif").read_text()
+    declared = [line.split()[1] for line in text.splitlines() if line.startswith("_space_group_IT_number")]
     assert [str(symmetry_of(crystal.atoms).space_group)] == declared[:1] or not declared
-    sources = (Path(__file__).resolve().parents[2] / "simulate/structures/library/SOURCES.md").read_text()
+    sources = (LIBRARY / "SOURCES.md").read_text()
     assert f"| `{name}` |" in sources
-
-
-def test_indium_that_is_read_as_iodine_is_rejected() -> None:
-    reason = check_crystal(read_one(StructureSource(cif="In_read_as_iodine.cif")))
-    assert reason is not None and "says In" in reason and "I2" in reason
-
-
-def test_partial_occupancy_is_rejected_with_the_site() -> None:
-    reason = check_crystal(read_one(StructureSource(cif="partial_occupancy.cif")))
-    assert reason is not None and "partial occupancy 0.5 of site Au1" in reason
 
 
 @pytest.mark.parametrize(
@@ -105,7 +97,7 @@ def test_an_ase_database_is_read_by_its_rows(tmp_path: Path) -> None:
 
 
 def test_the_key_is_the_content_not_the_place(tmp_path: Path) -> None:
-    text = (Path(__file__).resolve().parents[2] / "simulate/structures/library/Au.cif").read_bytes()
+    text = (LIBRARY / "Au.cif").read_bytes()
     (tmp_path / "gold.cif").write_bytes(text)
     assert read_one(StructureSource(cif="gold.cif"), tmp_path).key == read_one(StructureSource(library=("Au",))).key
 
@@ -140,9 +132,6 @@ def test_a_prototype_group_does_not_depend_on_the_cell_chosen() -> None:
 
 def test_formulas() -> None:
     assert reduced_formula(Atoms("Ga4As4")) == "AsGa"
-    counts = parse_formula("Ba O3 Ti")
-    assert counts is not None and {k: float(v) for k, v in counts.items()} == {"Ba": 1, "O": 3, "Ti": 1}
-    assert parse_formula("?") is None
 
 
 ZONES = [(0, 0, 1), (1, 1, 0), (1, 1, 1), (1, 1, 2), (0, 1, 3)]

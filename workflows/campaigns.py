@@ -22,9 +22,9 @@ from exitwave.workflows.config import (
     dotted,
     is_pipeline,
     load_document,
-    section_of,
     validate,
 )
+from exitwave.workflows.pipeline_spec import read_sections
 from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.session import Session
 
@@ -57,18 +57,13 @@ class Planned:
 def read_campaign(path: Path, overrides: Sequence[str] = ()) -> Planned:
     """Read a campaign (or a pipeline's `campaign:` section) and plan it. UsageError names file, line and key."""
     document = load_document(path)
-    pipeline = is_pipeline(document)
-    apply_overrides(document, overrides, section="campaign" if pipeline else None)
-    section = section_of(document, "campaign")
-    spec = validate(document, CampaignSpec, section)
-    cluster, workers = "local", None
-    if pipeline and "cluster" in document.data:
-        from exitwave.workflows.pipeline import ClusterSection
-
-        where = validate(document, ClusterSection, ("cluster",))
-        cluster, workers = where.kind, where.workers
-    planned = plan_campaign(document, spec, section)
-    return dataclasses.replace(planned, cluster=cluster, workers=workers)
+    if not is_pipeline(document):
+        apply_overrides(document, overrides)
+        return plan_campaign(document, validate(document, CampaignSpec), ())
+    sections = read_sections(document, overrides, "campaign")
+    assert sections.campaign is not None
+    planned = plan_campaign(document, sections.campaign, ("campaign",))
+    return dataclasses.replace(planned, cluster=sections.cluster.kind, workers=sections.cluster.workers)
 
 
 def plan_campaign(document: Document, spec: CampaignSpec, section: KeyPath) -> Planned:

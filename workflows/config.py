@@ -42,7 +42,6 @@ __all__ = [
     "parse_bytes",
     "rank_environment",
     "read_resolved",
-    "section_of",
     "validate",
 ]
 
@@ -274,41 +273,27 @@ def _put(data: Any, parts: Sequence[str], value: Any, option: str) -> KeyPath:
 
 # --- sections and validation ----------------------------------------------------------------------------------------
 
-_SECTIONS = ("campaign", "cluster", "stage", "train", "evaluate")
+_SECTIONS = ("campaign", "cluster", "stage", "train", "ranks", "evaluate")
 
 
 def is_pipeline(document: Document) -> bool:
     """Whether the file is a pipeline: it holds a `campaign` or a `train` section."""
-    return any(isinstance(document.data.get(key), dict) for key in ("campaign", "train"))
+    return "campaign" in document.data or "train" in document.data
 
 
-def section_of(document: Document, section: str) -> KeyPath:
-    """The key path of the part that a verb uses: a pipeline's section, or the whole of a file of its own kind."""
-    if not is_pipeline(document):
-        return ()
-    if not isinstance(document.data.get(section), dict):
-        have = ", ".join(k for k in _SECTIONS if k in document.data)
-        raise UsageError(f"{document.source}: this pipeline has no `{section}:` section (it has: {have}).")
-    return (section,)
-
-
-def validate(document: Document, model: type[Model], path: KeyPath = ()) -> Model:
-    """The part of the document at `path` as a `model`. Raises UsageError listing every fault with its place."""
-    value: Any = document.data
-    for part in path:
-        value = value[part]
+def validate(document: Document, model: type[Model]) -> Model:
+    """The document as a `model`. Raises UsageError listing every fault with its place."""
     try:
-        return model.model_validate({} if value is None else value)
+        return model.model_validate(document.data)
     except ValidationError as error:
-        faults = faults_of(error, model, value)
-    raise UsageError("\n".join(_lines(document, path, faults)))
+        faults = faults_of(error, model, document.data)
+    raise UsageError("\n".join(_lines(document, faults)))
 
 
-def _lines(document: Document, path: KeyPath, faults: Sequence[Fault]) -> Iterator[str]:
+def _lines(document: Document, faults: Sequence[Fault]) -> Iterator[str]:
     for fault in faults:
-        whole = (*path, *fault.path)
-        key = dotted(whole)
-        yield f"{document.place(whole)}: {key}: {fault.message}" if key else f"{document.place(whole)}: {fault.message}"
+        key = f"{dotted(fault.path)}: " if fault.path else ""
+        yield f"{document.place(fault.path)}: {key}{fault.message}"
 
 
 # --- what a run keeps -----------------------------------------------------------------------------------------------

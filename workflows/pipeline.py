@@ -21,12 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import write_atomic
-from exitwave.simulate.spec import CampaignSpec
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, plan_campaign, run_planned, stage_dataset
 from exitwave.workflows.config import (
@@ -42,59 +39,15 @@ from exitwave.workflows.config import (
     validate,
 )
 from exitwave.workflows.launch import evaluate_run, locked, start_ranks
+from exitwave.workflows.pipeline_spec import PipelineSpec
 from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.provenance import git_commit, versions
 from exitwave.workflows.session import Session
 
-__all__ = ["PipelineSpec", "read_pipeline", "run_pipeline"]
+__all__ = ["read_pipeline", "run_pipeline"]
 
 _OURS = ("report.html", "events.jsonl", "train", "cache", "dataset", "pipeline.yaml")  # the identity goes last
 _WHERE_NOT_WHAT = ("cluster", "ranks", "stage")  # where and with how many processes: may change between attempts
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ClusterSection(_Section):
-    """Where the simulation runs."""
-
-    kind: str = "local"
-    workers: int | None = Field(default=None, ge=1)
-
-
-class StageSection(_Section):
-    """How much of the local disk the cache may take."""
-
-    capacity: str | None = None
-
-    @field_validator("capacity", mode="before")
-    @classmethod
-    def _size(cls, value: Any) -> Any:
-        if value is not None:
-            try:
-                parse_bytes(value, "capacity")
-            except UsageError as error:
-                raise ValueError(str(error).removeprefix("capacity: ")) from None
-        return None if value is None else str(value)
-
-
-class EvaluateSection(_Section):
-    """Which samples the network is measured on."""
-
-    split: str = "test"
-
-
-class PipelineSpec(_Section):
-    """The whole line."""
-
-    name: str = Field(default="run", min_length=1)
-    campaign: CampaignSpec
-    cluster: ClusterSection = ClusterSection()
-    stage: StageSection = StageSection()
-    train: TrainSpec
-    ranks: int = Field(default=1, ge=1)
-    evaluate: EvaluateSection = EvaluateSection()
 
 
 def read_pipeline(path: Path, overrides: Sequence[str] = ()) -> tuple[Document, PipelineSpec]:

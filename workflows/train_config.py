@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.config import Document, apply_overrides, is_pipeline, load_document, section_of, validate
+from exitwave.workflows.config import Document, apply_overrides, is_pipeline, load_document, validate
+from exitwave.workflows.pipeline_spec import read_sections
 
 __all__ = ["Training", "read_training"]
 
@@ -26,15 +26,14 @@ class Training:
 def read_training(config: Path, overrides: Sequence[str] = ()) -> Training:
     """Read and check. Raises UsageError naming file, line and key."""
     document = load_document(config)
-    pipeline = is_pipeline(document)
-    apply_overrides(document, overrides, section="train" if pipeline else None)
-    if not pipeline and "structures" in document.data:
+    if is_pipeline(document):
+        sections = read_sections(document, overrides, "train")
+        assert sections.train is not None
+        return Training(spec=sections.train, document=document, ranks=sections.ranks)
+    apply_overrides(document, overrides)
+    if "structures" in document.data:
         raise UsageError(
             f"{document.place(('structures',))}: this is a campaign, not a training. A pipeline file with a `train:` "
             "section, or a file with the keys of that section, is expected (`exitwave init quickstart.yaml`)."
         )
-    spec = validate(document, TrainSpec, section_of(document, "train"))
-    ranks: Any = document.data.get("ranks") if pipeline else None
-    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
-        raise UsageError(f"{document.place(('ranks',))}: ranks: expected a whole number >= 1, got {ranks!r}")
-    return Training(spec=spec, document=document, ranks=ranks)
+    return Training(spec=validate(document, TrainSpec), document=document, ranks=None)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.spec import CampaignSpec
-from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import (
     apply_overrides,
     differences,
@@ -20,9 +19,9 @@ from exitwave.workflows.config import (
     parse_bytes,
     parse_document,
     rank_environment,
-    section_of,
     validate,
 )
+from exitwave.workflows.pipeline_spec import read_sections
 
 CAMPAIGN = """\
 name: x
@@ -149,16 +148,51 @@ def test_bad_overrides_name_the_option(option: str) -> None:
     assert str(caught.value).startswith(f"--set {option}")
 
 
-def test_a_pipeline_lends_its_section_and_keeps_places() -> None:
-    text = "name: p\ntrain:\n  steps: 3\n  batsh: 4\n"
-    document = parse_document(text, source="p.yaml", folder=Path())
-    apply_overrides(document, ["seed=7"], section="train")
+PIPELINE = """\
+campaign:
+  name: x
+  structures: [{library: [Au]}]
+train:
+  steps: 3
+ranks: 2
+"""
+
+
+def sections(text: str, *overrides: str, section: Any = "campaign") -> Any:
+    return read_sections(parse_document(text, source="p.yaml", folder=Path()), overrides, section)
+
+
+def test_a_pipeline_lends_its_section_to_a_verb() -> None:
+    assert sections(PIPELINE, "seed=7", section="train").train.seed == 7
+    read = sections(PIPELINE, "seed=7", "train.seed=8", "ranks=3")
+    assert (read.campaign.seed, read.train.seed, read.ranks) == (7, 8, 3)
+    assert sections("train: {steps: 3}\n", section="train").train.steps == 3
+    with pytest.raises(UsageError, match=r"no `campaign:` section \(it has: name, train\)"):
+        sections("name: p\ntrain: {steps: 3}\n")
+    with pytest.raises(UsageError, match=r"no `train:` section \(it has: campaign, train\)"):
+        sections("campaign: {name: x, structures: [{library: [Au]}]}\ntrain:\n", section="train")
+
+
+@pytest.mark.parametrize("section", ["campaign", "train"])
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("ranks: 2", "rank: 2", "p.yaml:6:1: rank: unknown key; did you mean `ranks`?"),
+        ("ranks: 2", "ranks: true", "p.yaml:6:1: ranks: expected a whole number, got True"),
+        ("ranks: 2", "name: [a]", "p.yaml:6:1: name: expected text, got ['a']"),
+        ("ranks: 2", "cluster: {kind: slrum}", "p.yaml:6:11: cluster.kind: expected local, inline or the address"),
+        ("ranks: 2", "stage: {capacity: big}", "p.yaml:6:9: stage.capacity: expected a size"),
+        ("ranks: 2", "evaluate: {split: tset}", "p.yaml:6:12: evaluate.split: expected 'train', 'val' or 'test'"),
+        ("  steps: 3", "  stepz: 3", "p.yaml:5:3: train.stepz: unknown key; did you mean `steps`?"),
+        ("  name: x", "  nam: x", "p.yaml:2:3: campaign.nam: unknown key; did you mean `name`?"),
+        ("\n  steps: 3", " 3", "p.yaml:4:1: train: expected `key: value` entries, got 3"),
+    ],
+)
+def test_every_section_is_checked_whichever_is_used(section: str, before: str, after: str, told: str) -> None:
+    assert before in PIPELINE
     with pytest.raises(UsageError) as caught:
-        validate(document, TrainSpec, section_of(document, "train"))
-    assert str(caught.value) == "p.yaml:4:3: train.batsh: unknown key; did you mean `batch`?"
-    assert document.data["train"]["seed"] == 7
-    with pytest.raises(UsageError, match="no `campaign:` section"):
-        section_of(document, "campaign")
+        sections(PIPELINE.replace(before, after), section=section)
+    assert told in str(caught.value)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""The sections of a pipeline file, and reading one of them.
+
+A verb that uses one section checks them all, so that a slip is told by the first verb that sees the file and not by
+the last, hours later. A file for `plan`, `simulate` or `train` alone may lack what these do not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.strict_model import StrictModel
+from exitwave.simulate.spec import CampaignSpec
+from exitwave.train.spec import TrainSpec
+from exitwave.workflows.config import Document, apply_overrides, parse_bytes, validate
+
+__all__ = ["PipelineSections", "PipelineSpec", "read_sections"]
+
+
+class ClusterSection(StrictModel):
+    """Where the simulation runs."""
+
+    kind: str = "local"
+    workers: int | None = Field(default=None, ge=1, le=100_000)
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ("local", "inline") and not value.startswith(("tcp://", "tls://")):
+            raise ValueError(f"expected local, inline or the address of a scheduler (tcp://…, tls://…), got {value!r}")
+        return value
+
+
+class StageSection(StrictModel):
+    """How much of the local disk the cache may take."""
+
+    capacity: str | None = None
+
+    @field_validator("capacity", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        if value is not None:
+            try:
+                parse_bytes(value, "capacity")
+            except UsageError as error:
+                raise ValueError(str(error).removeprefix("capacity: ")) from None
+        return None if value is None else str(value)
+
+
+class EvaluateSection(StrictModel):
+    """Which samples the network is measured on."""
+
+    split: Literal["train", "val", "test"] = "test"
+
+
+class PipelineSections(StrictModel):
+    """A pipeline file of which a verb uses one section."""
+
+    name: str = Field(default="run", min_length=1)
+    campaign: CampaignSpec | None = None
+    cluster: ClusterSection = ClusterSection()
+    stage: StageSection = StageSection()
+    train: TrainSpec | None = None
+    ranks: int = Field(default=1, ge=1, le=100_000)
+    evaluate: EvaluateSection = EvaluateSection()
+
+
+class PipelineSpec(PipelineSections):
+    """The whole line."""
+
+    campaign: CampaignSpec
+    train: TrainSpec
+
+
+def read_sections(
+    document: Document, overrides: Sequence[str], section: Literal["campaign", "train"]
+) -> PipelineSections:
+    """All sections of a pipeline file, checked; `section` is the one whose keys `--set` means, and must be there.
+
+    Raises UsageError naming file, line and key of every fault.
+    """
+    apply_overrides(document, overrides, section=section)
+    sections = validate(document, PipelineSections)
+    if getattr(sections, section) is None:
+        have = ", ".join(key for key in document.data if key in PipelineSections.model_fields)
+        raise UsageError(f"{document.source}: this pipeline has no `{section}:` section (it has: {have}).")
+    return sections

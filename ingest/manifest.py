@@ -94,7 +94,11 @@ def load_manifest(root: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"{path}: not found. {root} is not an exitwave data set (or not yet).") from None
+        if not Path(root).exists():
+            raise UsageError(f"{root}: no such folder.") from None
+        raise UsageError(
+            f"{root}: is not an exitwave data set (or not yet): there is no {MANIFEST_NAME} in it."
+        ) from None
     *lines, tail = data.split(b"\n")
     if not lines:
         raise UsageError(f"{path}:1: the header is missing. {_WHAT_TO_DO}")

@@ -111,8 +111,8 @@ def test_wrong_lines_are_named(tmp_path: Path, line: int, changes: dict, match: 
 
 
 def test_what_is_no_data_set(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(UsageError, match="is not an exitwave data set"):
+    for path, words in ((tmp_path, "is not an exitwave data set"), (tmp_path / "absent", "absent: no such folder")):
+        with pytest.raises(UsageError, match=words):
             load_manifest(path)
     (tmp_path / NAME).write_bytes(b"")
     with pytest.raises(UsageError, match="jsonl:1: the header is missing"):

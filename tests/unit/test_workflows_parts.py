@@ -81,7 +81,7 @@ def test_the_registered_verbs_are_these() -> None:
         (["simulate", "x.yaml", "--out", "d", "--workers", "0"], "--workers"),
         (["stage", "d", "--cache", "c", "--capacity", "20 parsecs"], "--capacity: expected a size"),
         (["train", "no.yaml", "--data", "d", "--out", "r"], "no.yaml: no such file"),
-        (["verify", "/nonexistent"], "not found"),
+        (["verify", "/nonexistent"], "no such folder"),
         (["status", "/nonexistent"], "no such folder"),
         (["report", "/nonexistent"], "no such folder"),
         (["inspect", "/nonexistent"], "no such file"),

@@ -163,7 +163,8 @@ def run_planned(
     def listen(event: Mapping[str, Any]) -> None:
         feed({**event, "committed_samples": before} if event["kind"] == "campaign_started" else event)
 
-    return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop)
+    with session.finishing("the shards in hand"):
+        return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop)
 
 
 def _committed_samples(plan: Plan, dataset: Path) -> int:
@@ -190,7 +191,8 @@ def stage_dataset(
         def emit(kind: str, **fields: Any) -> None:
             to({"kind": kind, **fields})
 
-        return stage(dataset, cache, capacity_bytes=capacity, emit=emit, stop=session.stop)
+        with session.finishing("the shard in hand"):
+            return stage(dataset, cache, capacity_bytes=capacity, emit=emit, stop=session.stop)
 
     if feed is not None:
         report = run(feed)

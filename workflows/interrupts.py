@@ -1,9 +1,10 @@
 """What Ctrl-C and SIGTERM do.
 
-1. The first signal sets `stop`. Whoever works looks at it between two units of work, finishes what is in hand, and
-   raises `InterruptedRunError`: exit 75, and the same command resumes.
-2. The second ends the process at once with exit 130. Nothing is lost either way: files appear under their final names
-   only whole, so that the same command resumes then, too.
+1. The first signal sets `stop`. Work that can be cut between two units stands in a `finishing` block: it looks at
+   `stop`, finishes what is in hand, and raises `InterruptedRunError`. All other work (reading, planning, measuring) is
+   cut where it is, by KeyboardInterrupt. Either way: exit 75, and the same command resumes.
+2. The second ends the process at once with exit 130. Nothing is lost by any of these: files appear under their final
+   names only whole, so that the same command resumes then, too.
 
 A training rank is told by its launcher, which may send more than one signal (a terminal's Ctrl-C reaches the rank and
 the launcher, and the launcher passes it on): there, every signal is the first one.
@@ -16,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -26,12 +27,12 @@ __all__ = ["Interrupts"]
 class Interrupts:
     """Handles SIGINT and SIGTERM for the time of a `with` block, in the main thread."""
 
-    def __init__(self, *, what: str = "the work in hand", quiet: bool = False, patient: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, patient: bool = False) -> None:
         self.stop = threading.Event()
-        self.what = what
         self.last_words: list[Callable[[], Any]] = []  # called before an exit at once, e.g. to kill child processes
         self._quiet = quiet
         self._patient = patient
+        self._finishing: str | None = "the work in hand" if patient else None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -39,6 +40,15 @@ class Interrupts:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
         return self
+
+    @contextlib.contextmanager
+    def finishing(self, what: str) -> Iterator[None]:
+        """For work that looks at `stop`; `what` it finishes before it stops, as a person is told."""
+        before, self._finishing = self._finishing, what
+        try:
+            yield
+        finally:
+            self._finishing = before
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -48,10 +58,14 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.stop.is_set():
             self.stop.set()
+            name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+            if self._finishing is None:
+                _write(f"{name}: stopping.")
+                raise KeyboardInterrupt
             if not self._quiet:
-                name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
                 _write(
-                    f"{name}: finishing {self.what}, then stopping. Again: stop at once (nothing committed is lost)."
+                    f"{name}: finishing {self._finishing}, then stopping. Again: stop at once (nothing committed is "
+                    "lost)."
                 )
         elif not self._patient:
             for call in self.last_words:

@@ -126,10 +126,23 @@ def start_ranks(
     if fresh:
         events.unlink(missing_ok=True)
     tail = _Tail(events, from_end=not fresh)
+    with session.finishing("this step and its checkpoint"):
+        _run_ranks(session, out, _command(ranks, arguments), ranks=ranks, tail=tail, feed=feed)
+
+
+def _run_ranks(
+    session: Session,
+    out: Path,
+    command: Sequence[str],
+    *,
+    ranks: int,
+    tail: _Tail,
+    feed: Callable[[Mapping[str, Any]], None],
+) -> None:
     with (out / "train.log").open("ab") as log:
         since = log.tell()
         process = subprocess.Popen(
-            _command(ranks, arguments),
+            command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

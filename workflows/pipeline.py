@@ -127,7 +127,7 @@ class _Line:
             return 0
         if missing < total:
             self.session.note(f"simulate: {total - missing} of {total} shards are committed, {missing} to go")
-        with self._part("simulate", "the shards in hand"):
+        with self._part("simulate"):
             result = run_planned(
                 self.session, self.planned, self.dataset, cluster=cluster, workers=workers, feed=self.feed
             )
@@ -135,7 +135,7 @@ class _Line:
 
     def stage(self) -> None:
         capacity = None if self.spec.stage.capacity is None else parse_bytes(self.spec.stage.capacity)
-        with self._part("stage", "the shard in hand"):
+        with self._part("stage"):
             report = stage_dataset(self.session, self.dataset, self.out / "cache", capacity, feed=self.feed)
             if report["bytes_copied"] == 0:
                 self.session.note(f"stage: all {human_bytes(report['bytes_reused'])} are in the cache already")
@@ -145,7 +145,7 @@ class _Line:
         if _trained(self.run, self.spec.train):
             self._skip("train", "the model is trained")
             return
-        with self._part("train", "this step and its checkpoint"), locked(self.run):
+        with self._part("train"), locked(self.run):
             start_ranks(
                 self.session,
                 self.spec.train,
@@ -165,13 +165,13 @@ class _Line:
             if metrics.get("split") == split:
                 self._skip("evaluate", f"the metrics of split {split} are there")
                 return metrics
-        with self._part("evaluate", "the evaluation"):
+        with self._part("evaluate"):
             return evaluate_run(self.session, self.run, self.dataset, split=split, cache=self.out / "cache")
 
     def report(self) -> Path:
         from exitwave.workflows.report import write_report
 
-        with self._part("report", "the report"):
+        with self._part("report"):
             return write_report(self.out)
 
     def _skip(self, part: str, why: str) -> None:
@@ -179,18 +179,17 @@ class _Line:
         self.log.emit("part_skipped", part=part, why=why)
 
     @contextmanager
-    def _part(self, part: str, what: str) -> Iterator[None]:
+    def _part(self, part: str) -> Iterator[None]:
         if self.session.stop.is_set():
             self.log.emit("pipeline_interrupted", part=part)
             raise InterruptedRunError(f"{self.out}: stopped before the part `{part}`.")
-        self.session.interrupts.what = what
         self.log.emit("part_started", part=part)
         began = time.monotonic()
         ended = "part_failed"
         try:
             yield
             ended = "part_finished"
-        except InterruptedRunError:
+        except (InterruptedRunError, KeyboardInterrupt):
             ended = "part_interrupted"
             raise
         finally:

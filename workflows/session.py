@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from exitwave.ingest.errors import InterruptedRunError
 from exitwave.workflows.interrupts import Interrupts
 from exitwave.workflows.progress import progress_view
 
@@ -29,6 +30,7 @@ class Session:
         self.quiet = quiet
         self.interrupts = interrupts
         self.stop = interrupts.stop
+        self.finishing = interrupts.finishing
         self._stdout = stdout
 
     def note(self, text: str) -> None:
@@ -62,9 +64,7 @@ class Session:
 
 
 @contextmanager
-def open_session(
-    *, json: bool = False, quiet: bool = False, what: str = "the work in hand", patient: bool = False
-) -> Iterator[Session]:
+def open_session(*, json: bool = False, quiet: bool = False, patient: bool = False) -> Iterator[Session]:
     """Signals handled, stdout kept clean for `--json`; both put back at the end."""
     stdout = 1
     if json:
@@ -72,8 +72,10 @@ def open_session(
         stdout = os.dup(1)
         os.dup2(2, 1)
     try:
-        with Interrupts(what=what, quiet=quiet and patient, patient=patient) as interrupts:
+        with Interrupts(quiet=quiet and patient, patient=patient) as interrupts:
             yield Session(json=json, quiet=quiet, interrupts=interrupts, stdout=stdout)
+    except KeyboardInterrupt:  # not for the command line's parser to see: it has an exit code of its own for it
+        raise InterruptedRunError("Interrupted; nothing half-done was kept.") from None
     finally:
         sys.stdout.flush()
         if json:

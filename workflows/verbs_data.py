@@ -99,7 +99,7 @@ def simulate(
 ) -> None:
     from exitwave.workflows.campaigns import exit_code_of, read_campaign, simulate_campaign
 
-    with open_session(json=json, quiet=quiet, what="the shards in hand") as session:
+    with open_session(json=json, quiet=quiet) as session:
         planned = read_campaign(campaign, overrides or ())
         document = simulate_campaign(session, planned, out, cluster=cluster, workers=workers)
         session.result(document, lambda: document["message"])
@@ -192,7 +192,7 @@ def stage(
     from exitwave.workflows.config import parse_bytes
 
     limit = parse_bytes(capacity) if capacity is not None else None
-    with open_session(json=json, quiet=quiet, what="the shard in hand") as session:
+    with open_session(json=json, quiet=quiet) as session:
         document = stage_dataset(session, dataset, cache, limit)
         session.result(document, lambda: document["message"])
 

@@ -58,12 +58,12 @@ def train(
     if place is not None:
         from exitwave.workflows.rank import run_rank
 
-        with open_session(json=json, quiet=quiet or place.rank > 0, what="this step", patient=True) as session:
+        with open_session(json=json, quiet=quiet or place.rank > 0, patient=True) as session:
             run_rank(session, place, config, data, out, cache=cache, mesh=mesh, fresh=fresh, overrides=overrides or ())
         return
     from exitwave.workflows.launch import train_with_ranks
 
-    with open_session(json=json, quiet=quiet, what="this step and its checkpoint") as session:
+    with open_session(json=json, quiet=quiet) as session:
         document = train_with_ranks(
             session, config, data, out, ranks=ranks, cache=cache, mesh=mesh, fresh=fresh, overrides=overrides or ()
         )
@@ -123,7 +123,7 @@ def run(
 ) -> None:
     from exitwave.workflows.pipeline import run_pipeline
 
-    with open_session(json=json, quiet=quiet, what="what is in hand") as session:
+    with open_session(json=json, quiet=quiet) as session:
         document = run_pipeline(
             session,
             pipeline,

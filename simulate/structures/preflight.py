@@ -19,6 +19,16 @@ __all__ = ["Symmetry", "check_crystal", "reduced_formula", "symmetry_of"]
 MIN_DISTANCE_A = 0.7
 MIN_VOLUME_PER_ATOM_A3 = 1.0
 
+# The elements from the most electropositive on: the order in which formulas are written (IUPAC, Nomenclature of
+# Inorganic Chemistry, Recommendations 2005, table VI, read backwards). NaCl, GaAs, SiC and NH3 all follow from it.
+_ELEMENT_ORDER = (
+    "Rn Xe Kr Ar Ne He Fr Cs Rb K Na Li Ra Ba Sr Ca Mg Be "
+    "Lr No Md Fm Es Cf Bk Cm Am Pu Np U Pa Th Ac Lu Yb Tm Er Ho Dy Tb Gd Eu Sm Pm Nd Pr Ce La Y Sc "
+    "Hf Zr Ti Ta Nb V W Mo Cr Re Tc Mn Os Ru Fe Ir Rh Co Pt Pd Ni Au Ag Cu Hg Cd Zn "
+    "Tl In Ga Al B Pb Sn Ge Si C Bi Sb As P N H Po Te Se S O At I Br Cl F"
+)
+_PLACE = {element: place for place, element in enumerate(_ELEMENT_ORDER.split())}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Symmetry:
@@ -65,10 +75,14 @@ def _counts(atoms: Any) -> Counter[str]:
 
 
 def reduced_formula(atoms: Any) -> str:
-    """Composition with the smallest integers, elements in alphabetical order: `As Ga` -> `AsGa`."""
+    """Composition with the smallest integers, electropositive elements first: `As4 Ga4` -> `GaAs`.
+
+    One composition has one formula, whatever the order and the number of its atoms.
+    """
     counts = _counts(atoms)
     divisor = reduce(gcd, counts.values())
-    return "".join(e + ("" if n == divisor else str(n // divisor)) for e, n in sorted(counts.items()))
+    elements = sorted(counts, key=lambda element: (_PLACE.get(element, -1), element))
+    return "".join(e + ("" if counts[e] == divisor else str(counts[e] // divisor)) for e in elements)
 
 
 def _anonymous(atoms: Any) -> str:

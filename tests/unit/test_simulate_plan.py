@@ -213,6 +213,15 @@ def test_by_prototype_drops_training_structures_of_a_test_composition() -> None:
         assert not tested & {u.formula for u, s in zip(units, splits, strict=True) if s == "train"}
 
 
+def test_the_split_of_a_composition_hangs_on_no_way_of_writing_it() -> None:
+    one, other = ["NaCl", "GaAs", "SrTiO3", "Si", "MgO", "SiC"], ["ClNa", "AsGa", "O3SrTi", "Si", "MgO", "CSi"]
+    for seed in range(5):
+        split = SplitSpec(val=1, test=2)
+        assert assign_splits([unit(f) for f in one], split, seed) == assign_splits(
+            [unit(f) for f in other], split, seed
+        )
+
+
 def test_fractions_are_of_units() -> None:
     splits = assign_splits([unit(f"E{i}") for i in range(20)], SplitSpec(val=0.1, test=0.25), 0)
     assert splits.count("val") == 2 and splits.count("test") == 5

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from ase import Atoms
 from ase.build import bulk
+from ase.data import chemical_symbols
 from ase.geometry import get_distances
 from sim_samples import DATA
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.spec import StructureSource
 from exitwave.simulate.structures.orient import OrientationError, orient
-from exitwave.simulate.structures.preflight import check_crystal, reduced_formula, symmetry_of
+from exitwave.simulate.structures.preflight import _ELEMENT_ORDER, check_crystal, reduced_formula, symmetry_of
 from exitwave.simulate.structures.prototypes import PROTOTYPES, build_prototype
 from exitwave.simulate.structures.sources import Crystal, Rejected, library_names, read_sources
 
@@ -130,8 +131,17 @@ def test_a_prototype_group_does_not_depend_on_the_cell_chosen() -> None:
     assert symmetry_of(bulk("Cu")).prototype_group != symmetry_of(bulk("Fe")).prototype_group
 
 
-def test_formulas() -> None:
-    assert reduced_formula(Atoms("Ga4As4")) == "AsGa"
+FORMULAS = "NaCl GaAs SiC SrTiO3 MgO CaF2 BaTiO3 CsCl VO2 FeAs CeO2 InP ZnS PbS LiNbO3 LaAlO3 NH3 H2O WC Si"
+
+
+@pytest.mark.parametrize("formula", FORMULAS.split())
+def test_formulas_are_written_as_people_write_them(formula: str) -> None:
+    atoms = Atoms(formula, cell=[5, 5, 5])
+    assert reduced_formula(atoms) == reduced_formula(atoms[::-1] * (2, 2, 1)) == formula
+
+
+def test_every_element_has_its_place_in_a_formula() -> None:
+    assert sorted(_ELEMENT_ORDER.split()) == sorted(chemical_symbols[1:104])
 
 
 ZONES = [(0, 0, 1), (1, 1, 0), (1, 1, 1), (1, 1, 2), (0, 1, 3)]

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,15 @@ def run_campaign(
                 return run.execute()
             finally:
                 sweep_parts(dataset)
+                with contextlib.suppress(OSError):  # not empty: a writer on another host may live
+                    (dataset / "shards" / ".part").rmdir()
+
+
+def _version() -> str:
+    try:
+        return version("exitwave")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _make_folder(dataset: Path) -> None:
@@ -122,6 +132,7 @@ def _lay_out(plan: Plan, dataset: Path) -> None:
             fields=fields_of(plan.spec.recipe()),
             name=plan.spec.name,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            exitwave_version=_version(),
         )
         # The campaign first: a data set is one as soon as it has a manifest.
         write_atomic(dataset / CAMPAIGN_NAME, _resolved(plan))

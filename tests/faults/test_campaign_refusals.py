@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ def test_another_campaign_on_the_same_folder_is_refused_with_the_difference(tmp_
     with pytest.raises(UsageError, match=r"another campaign .*label.blur_A: 0.3 -> 0.5"):
         run(plan(**QUICK, label={"shape": [8, 8], "blur_A": 0.5}), tmp_path / "d")
     assert (tmp_path / "d" / "manifest.jsonl").read_bytes() == before
+
+
+def test_a_finished_campaign_leaves_no_empty_folder_and_says_who_made_it(tmp_path: Path) -> None:
+    run(plan(**QUICK), tmp_path / "d")
+    assert [p for p in (tmp_path / "d").rglob("*") if p.is_dir() and not any(p.iterdir())] == []
+    assert load_manifest(tmp_path / "d").header.exitwave_version == version("exitwave")
 
 
 def test_a_finished_campaign_is_not_run_again(tmp_path: Path) -> None:

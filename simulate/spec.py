@@ -149,7 +149,9 @@ class SamplingSpec(StrictModel):
     """The physical parameters of a sample, each a constant or a distribution.
 
     Aberrations follow abTEM's polar expansion; `defocus_A = -C10`, positive when the crossover lies downstream.
-    `scan_origin` is `random` (anywhere in the cell, evenly) or [y, x] in Å.
+    `scan_origin` is `random` (anywhere in the cell, evenly) or [y, x] in Å. `thickness_A` is realised in whole slices
+    of the structure: the number nearest to the value drawn, within the bounds of its distribution where one fits. Each
+    sample records the thickness that was simulated.
     """
 
     energy_keV: Distribution = 200.0

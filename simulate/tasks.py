@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, STANDARD_FIELDS, FieldSpec
-from exitwave.simulate.distributions import draw, uniform_stream
+from exitwave.simulate.distributions import bounds, draw, uniform_stream
 from exitwave.simulate.label import label_bandlimit
 from exitwave.simulate.physics import (
     ANTIALIAS_CUTOFF,
@@ -29,7 +29,16 @@ from exitwave.simulate.physics import (
 )
 from exitwave.simulate.spec import Recipe
 
-__all__ = ["SampleSpec", "StructureSpec", "TaskSpec", "canonical_json", "draw_sample", "fields_of", "reject_sample"]
+__all__ = [
+    "SampleSpec",
+    "StructureSpec",
+    "TaskSpec",
+    "canonical_json",
+    "draw_sample",
+    "fields_of",
+    "reject_sample",
+    "whole_slices",
+]
 
 
 def canonical_json(value: Any) -> str:
@@ -227,10 +236,21 @@ def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, spl
         sample_index=sample_index,
         split=split,
         values=values,
-        exit_plane=max(1, round(wanted / structure.slice_thickness_A)),
+        exit_plane=whole_slices(wanted, structure.slice_thickness_A, bounds(recipe.sampling.thickness_A)),
         scan_origin_yx_A=(y, x),
         phonon_seed=phonon_seed,
     )
+
+
+def whole_slices(wanted_A: float, slice_A: float, limits_A: tuple[float, float]) -> int:
+    """The number of slices whose thickness is nearest to `wanted_A` and within `limits_A`; at least one.
+
+    Where no whole number of slices falls within the limits (a constant thickness, say), the nearest.
+    """
+    nearest = max(1, round(wanted_A / slice_A))
+    least = max(1, math.ceil(limits_A[0] / slice_A - 1e-9))
+    most = math.floor(limits_A[1] / slice_A + 1e-9)
+    return min(max(nearest, least), most) if least <= most else nearest
 
 
 def reject_sample(spec: SampleSpec) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import subprocess
@@ -20,6 +21,7 @@ from exitwave.simulate.cost import calibrate
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.simulate.spec import SplitSpec
 from exitwave.simulate.splits import SplitUnit, assign_splits
+from exitwave.simulate.tasks import whole_slices
 
 
 def uids(made: Plan) -> set[int]:
@@ -114,6 +116,13 @@ def test_where_nothing_can_be_simulated_the_reason_is_told(change: dict[str, Any
         plan(**change)
 
 
+def test_splits_that_fail_for_rejected_structures_name_them() -> None:
+    with pytest.raises(
+        UsageError, match=r"(?s)nothing is left to train on.*1 structures were rejected: cif:partial_occ"
+    ):
+        plan(structures=[{"library": ["Si", "Al"]}, {"cif": "partial_occupancy.cif"}])
+
+
 def test_rejected_draws_are_counted_and_not_drawn_again() -> None:
     full = plan(sampling={"defocus_A": {"uniform": [-400, 400]}, "semiangle_mrad": 15, "thickness_A": 5})
     assert 0 < full.rejected_samples < 12
@@ -154,6 +163,12 @@ def test_coarse_detectors_and_steps_are_warned_of() -> None:
     assert "undersamples the probe" in told
 
 
+def test_a_scan_beyond_the_periodic_cell_is_warned_of() -> None:
+    assert not any("repeat sooner" in text for text in plan().warnings)
+    told = " ".join(plan(scan={"shape": [2, 2], "step_A": 60}).warnings)
+    assert "3 structure(s) are scanned over 120 Å but repeat sooner" in told and "cell.min_extent_A of 120" in told
+
+
 def test_planning_a_thousand_samples_is_quick() -> None:
     began = time.perf_counter()
     make_plan(campaign(samples_per_structure=330), base_dir=DATA)
@@ -163,6 +178,30 @@ def test_planning_a_thousand_samples_is_quick() -> None:
 def test_calibration_measures_real_samples() -> None:
     measured = calibrate(plan(simulator="weak-phase"), budget_s=0.2)
     assert measured.measured_samples >= 1 and measured.core_seconds > 0
+
+
+@given(
+    wanted=st.floats(0, 1),
+    slice_A=st.floats(0.5, 5),
+    low=st.floats(0.1, 50),
+    width=st.floats(0, 100),
+)
+def test_thickness_stays_within_its_bounds(wanted: float, slice_A: float, low: float, width: float) -> None:
+    thickness, high = low + wanted * width, low + width
+    slices = whole_slices(thickness, slice_A, (low, high))
+    assert slices >= 1 and abs(slices * slice_A - thickness) <= slice_A * (1 + 1e-9)
+    fits = max(1, math.ceil(low / slice_A)) * slice_A <= high
+    if fits:
+        assert low - 1e-6 <= slices * slice_A <= high + 1e-6
+    else:
+        assert slices == max(1, round(thickness / slice_A))
+
+
+def test_no_sample_is_thinner_or_thicker_than_asked() -> None:
+    sampling = {"thickness_A": {"uniform": [10, 14]}}
+    made = plan(split={}, samples_per_structure=40, sampling=sampling, detector={"shape": [16, 16], "max_q_per_A": 1.2})
+    found = [sample.thickness_A for sample in made.samples()]
+    assert len(found) == 120 and 10 <= min(found) <= max(found) <= 14
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------

@@ -118,9 +118,15 @@ def make_plan(spec: CampaignSpec, *, base_dir: Path) -> Plan:
         SplitUnit(key=s.key, source=s.source, formula=s.formula, prototype_group=s.prototype_group, fixed=f)
         for s, f in zip(found, fixed, strict=True)
     ]
+    try:
+        assigned = assign_splits(units, spec.split, spec.seed)
+    except UsageError as error:
+        if not rejected:
+            raise
+        raise UsageError(f"{error}\n{len(rejected)} structures were rejected: {_reasons(rejected)}") from None
     structures: list[StructureSpec] = []
     splits: list[str] = []
-    for structure, split in zip(found, assign_splits(units, spec.split, spec.seed), strict=True):
+    for structure, split in zip(found, assigned, strict=True):
         if split is None:
             why = f"it shares its composition {structure.formula} with the test set and is of another prototype"
             rejected.append(Rejected(source=structure.source, why=why))
@@ -321,6 +327,15 @@ def _warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[s
             "patterns show the supercell"
         )
     step = spec.scan.step_A
+    field = step * max(spec.scan.shape)
+    small = [s for s in structures if min(s.extent_yx_A) < field]
+    if small:
+        narrowest = min(small, key=lambda s: min(s.extent_yx_A))
+        yield (
+            f"{len(small)} structure(s) are scanned over {field:g} Å but repeat sooner, {narrowest.source} after "
+            f"{min(narrowest.extent_yx_A):.1f} Å: patterns and label hold copies; cell.min_extent_A of "
+            f"{math.ceil(field)} or a smaller scan.step_A would avoid it"
+        )
     widest = bounds(spec.sampling.semiangle_mrad)[1] * 1e-3
     nyquist = wavelength_A(high_keV) / (4.0 * widest)
     if step > nyquist * 1.001:

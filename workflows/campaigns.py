@@ -40,6 +40,7 @@ __all__ = [
     "simulate_campaign",
     "stage_dataset",
 ]
+    "tell_warnings",
 
 KeyPath = tuple[str | int, ...]
 
@@ -87,6 +88,13 @@ def _placed(document: Document, section: KeyPath, message: str) -> str:
 
 
 def default_workers() -> int:
+def tell_warnings(session: Session, planned: Planned) -> None:
+    """What works but should be known, as notes; with `--json` they stand in the document."""
+    if not session.json:
+        for text in planned.plan.warnings:
+            session.note(f"note: {text}")
+
+
     """One for each core that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -129,6 +137,7 @@ def simulate_campaign(
 
     make_folder(out)
     with session.progress() as feed:
+    tell_warnings(session, planned)
         result = run_planned(
             session, planned, out, cluster=cluster or planned.cluster, workers=workers or planned.workers, feed=feed
         )

@@ -25,7 +25,7 @@ from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import write_atomic
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.campaigns import Planned, plan_campaign, run_planned, stage_dataset
+from exitwave.workflows.campaigns import Planned, plan_campaign, run_planned, stage_dataset, tell_warnings
 from exitwave.workflows.config import (
     Document,
     apply_overrides,
@@ -127,6 +127,7 @@ class _Line:
             return 0
         if missing < total:
             self.session.note(f"simulate: {total - missing} of {total} shards are committed, {missing} to go")
+        tell_warnings(self.session, self.planned)
         with self._part("simulate"):
             result = run_planned(
                 self.session, self.planned, self.dataset, cluster=cluster, workers=workers, feed=self.feed

@@ -63,13 +63,14 @@ def plan(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.campaigns import plan_document, read_campaign
+    from exitwave.workflows.campaigns import plan_document, read_campaign, tell_warnings
     from exitwave.workflows.tables import plan_table
 
     with open_session(json=json, quiet=quiet) as session:
         planned = read_campaign(campaign, overrides or ())
         document = plan_document(planned, out=out or Path(), workers=workers)
         session.result(document, lambda: plan_table(document))
+        tell_warnings(session, planned)
 
 
 @verb(

@@ -26,6 +26,7 @@ from exitwave.workflows.config import (
 )
 from exitwave.workflows.pipeline_spec import read_sections
 from exitwave.workflows.progress import human_bytes, human_seconds
+from exitwave.workflows.rejections import rejected_structures
 from exitwave.workflows.session import Session
 
 __all__ = [
@@ -39,8 +40,8 @@ __all__ = [
     "run_planned",
     "simulate_campaign",
     "stage_dataset",
-]
     "tell_warnings",
+]
 
 KeyPath = tuple[str | int, ...]
 
@@ -87,7 +88,6 @@ def _placed(document: Document, section: KeyPath, message: str) -> str:
     return f"{document.place(path)}: {dotted(path)}: {message[found.end() :]}"
 
 
-def default_workers() -> int:
 def tell_warnings(session: Session, planned: Planned) -> None:
     """What works but should be known, as notes; with `--json` they stand in the document."""
     if not session.json:
@@ -95,6 +95,7 @@ def tell_warnings(session: Session, planned: Planned) -> None:
             session.note(f"note: {text}")
 
 
+def default_workers() -> int:
     """One for each core that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -136,16 +137,19 @@ def simulate_campaign(
     from exitwave.workflows.launch import make_folder
 
     make_folder(out)
-    with session.progress() as feed:
     tell_warnings(session, planned)
+    with session.progress() as feed:
         result = run_planned(
             session, planned, out, cluster=cluster or planned.cluster, workers=workers or planned.workers, feed=feed
         )
     document = as_document(result)
     document["dataset"] = str(out)
     words = [f"{planned.plan.n_samples if not document['failed'] else document['samples']} samples in {out}"]
-    if planned.plan.rejected:
-        words.append(f"{len(planned.plan.rejected)} structures rejected (`exitwave plan` says why)")
+    whole = rejected_structures([{"source": r.source, "why": r.why} for r in planned.plan.rejected])
+    if whole:
+        words.append(f"{whole} structure{'s' * (whole != 1)} rejected (`exitwave plan` says why)")
+    if planned.plan.rejected_samples:
+        words.append(f"{planned.plan.rejected_samples} samples rejected (`exitwave plan` says why)")
     if document["failed"]:
         words.append(f"{document['failed']} shards failed (`exitwave failures {out}` says why)")
     document["message"] = "; ".join(words) + f". {human_seconds(document.get('seconds'))}."
@@ -168,12 +172,25 @@ def run_planned(
     n = None if cluster != "local" else workers or default_workers()
     made = make_cluster(cluster, workers=n)
     before = _committed_samples(planned.plan, dataset)
+    if cluster == "local" and before < planned.plan.n_samples:
+        session.note(f"starting {n} worker{'s' * (n != 1)} …")
+    elif cluster != "inline" and before < planned.plan.n_samples:
+        session.note(f"connecting to {cluster} …")
 
     def listen(event: Mapping[str, Any]) -> None:
+        if event["kind"] == "campaign_started":
+            session.note(_workers_line(event))
         feed({**event, "committed_samples": before} if event["kind"] == "campaign_started" else event)
 
     with session.finishing("the shards in hand"):
         return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop)
+
+
+def _workers_line(event: Mapping[str, Any]) -> str:
+    """`2 workers (local); dashboard: http://…`"""
+    n = int(event["workers"])
+    text = f"{n} worker{'s' * (n != 1)} ({event['cluster']})"
+    return f"{text}; dashboard: {event['dashboard']}" if event.get("dashboard") else text
 
 
 def _committed_samples(plan: Plan, dataset: Path) -> int:

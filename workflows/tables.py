@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from exitwave.workflows.progress import human_bytes, human_seconds
+from exitwave.workflows.rejections import grouped, rejected_structures
 
 __all__ = [
     "doctor_table",
@@ -43,9 +44,10 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def plan_table(document: Row) -> Group:
     """What a campaign would do."""
+    whole = rejected_structures(document["rejected"])
     rows = [
-        ("samples", f"{document['samples']} in {document['shards']} shards"),
-        ("structures", _splits(document)),
+        ("samples", f"{document['samples']} in {document['shards']} shards" + _splits(document)),
+        ("structures", str(document["structures"]) + (f", {whole} rejected" if whole else "")),
         ("size", f"{human_bytes(document['bytes'])}" + _free(document)),
     ]
     if document.get("core_hours") is not None:
@@ -55,27 +57,31 @@ def plan_table(document: Row) -> Group:
         rows.append(("duration", f"about {human_seconds(document['eta_s'])}{workers}"))
     if document.get("memory_per_worker_bytes"):
         rows.append(("memory", f"{human_bytes(document['memory_per_worker_bytes'])} a worker"))
-    parts: list[Any] = [_pairs(rows)]
-    if document["rejected"]:
-        table = _table("rejected", "why")
-        for row in document["rejected"]:
-            table.add_row(Text(str(row["source"])), Text(str(row["why"])))
-        parts += [Text(""), table]
-    return Group(*parts)
+    return Group(_pairs(rows), *_rejections(document["rejected"]))
+
+
+def _rejections(rows: Sequence[Row]) -> list[Any]:
+    """One paragraph for each reason; samples that are lost stand out."""
+    parts: list[Any] = []
+    for found in grouped(rows):
+        n = len(found.sources)
+        if found.samples:
+            head = f"{found.samples} of {found.asked} samples rejected: {found.why}"
+        else:
+            head = f"{n} structure{'s' * (n != 1)} rejected: {found.why}"
+        of = f"of {n} structures: " if found.samples and n != 1 else ""
+        parts += [Text(""), Text(head, style="bold yellow"), Text(f"  {of}{', '.join(found.sources)}")]
+    return parts
 
 
 def _splits(document: Row) -> str:
-    text = f"{document['structures']}"
+    """Samples of each split, in the order of use."""
     splits = document.get("splits")
-    if isinstance(splits, Mapping):
-        text += " (" + ", ".join(f"{name}: {_count(value)}" for name, value in splits.items()) + ")"
-    return text + (f", {len(document['rejected'])} rejected" if document["rejected"] else "")
-
-
-def _count(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return str(value.get("structures", value.get("samples", "")))
-    return str(value)
+    if not isinstance(splits, Mapping) or not splits:
+        return ""
+    order = [name for name in ("train", "val", "test") if name in splits]
+    order += [name for name in splits if name not in order]
+    return " (" + ", ".join(f"{splits[name]} {name}" for name in order) + ")"
 
 
 def _free(document: Row) -> str:
@@ -125,14 +131,15 @@ def failures_table(rows: Sequence[Row]) -> Any:
 def verify_table(document: Row) -> Group:
     """What a re-reading found."""
     head = f"{document['shards']} shards, {document['samples']} samples, {human_bytes(document['bytes'])} read: "
+    unfinished = [Text(document["unfinished"], style="yellow")] if document.get("unfinished") else []
     if document["ok"]:
-        return Group(Text(head + "all whole."))
+        return Group(Text(head + "all whole."), *unfinished)
     table = _table("shard", "sample", "field", "what is wrong")
     for bad in document["bad"]:
         uid = bad.get("uid")
         cells = [bad.get("shard"), f"{uid:016x}" if isinstance(uid, int) else uid, bad.get("field"), bad.get("why")]
         table.add_row(*(Text("" if c is None else str(c)) for c in cells))
-    return Group(Text(head + f"{len(document['bad'])} damaged or missing."), Text(""), table)
+    return Group(Text(head + f"{len(document['bad'])} damaged or missing."), *unfinished, Text(""), table)
 
 
 def metrics_table(document: Row) -> Group:
@@ -140,7 +147,7 @@ def metrics_table(document: Row) -> Group:
     columns: tuple[tuple[str, str], ...] = (
         ("rmse_VA", "RMSE V·Å"),
         ("rmse_V", "RMSE V"),
-        ("rmse_V_fitted", "fitted V"),
+        ("rmse_V_fitted", "RMSE V, scale fitted"),
         ("r2", "R²"),
     )
     columns += (("psnr", "PSNR dB"), ("ssim", "SSIM"))
@@ -184,11 +191,29 @@ def inspect_table(document: Row) -> Group:
 
 
 def sample_table(document: Row) -> Group:
-    """One sample's parameters."""
-    rows = [(k, str(v)) for k, v in document["params"].items()]
+    """One sample's parameters; aberrations that are zero stand together in one line."""
+    params = document["params"]
+    zero = [k for k, v in params.items() if k in _ABERRATIONS and v == 0]
+    angles = {f"phi{k[1:3]}_deg" for k in zero}  # the direction of nothing
+    rows = [(k, _rounded(v)) for k, v in params.items() if k not in zero and k not in angles]
+    if zero:
+        rows.insert(
+            next((i for i, (k, _) in enumerate(rows) if k.startswith("tilt_")), len(rows)),
+            ("all other aberrations" if len(zero) < len(_ABERRATIONS) else "all aberrations", "0"),
+        )
     return Group(
         Text(f"sample {document['uid']}: {document['formula']}"), _pairs(rows), Text(f"picture: {document['picture']}")
     )
+
+
+_ABERRATIONS = ("defocus_A", "C12_A", "C21_A", "C23_A", "C30_A", "C32_A", "C34_A", "C50_A")
+
+
+def _rounded(value: Any) -> str:
+    """Six significant digits, as far as they say anything: 52.644539999999985 is 52.6445."""
+    if isinstance(value, list | tuple):
+        return "[" + " ".join(_rounded(v) for v in value) + "]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 _MARKS = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]"}

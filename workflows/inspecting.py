@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.ingest.records import Manifest
 from exitwave.ingest.schema import FieldSpec
+from exitwave.workflows.datasets import find_dataset
 from exitwave.workflows.progress import human_bytes
 
-__all__ = ["inspect_path", "show_sample", "structure_rows"]
+__all__ = ["inspect_path", "reciprocal_extent", "show_sample", "structure_rows"]
 
 
 def inspect_path(path: Path) -> dict[str, Any]:
@@ -44,8 +44,7 @@ def _fields(fields: tuple[FieldSpec, ...]) -> list[dict[str, Any]]:
 def _dataset(path: Path) -> dict[str, Any]:
     from exitwave.ingest.dataset import open_dataset
 
-    if not (path / MANIFEST_NAME).exists() and (path / "dataset" / MANIFEST_NAME).exists():
-        path = path / "dataset"
+    path = find_dataset(path)
     data = open_dataset(path)
     manifest = data.manifest
     counts = Counter[str]()
@@ -127,9 +126,7 @@ def show_sample(dataset: Path, uid: str, out: Path | None) -> dict[str, Any]:
     """One sample's parameters and a picture of it. UsageError when there is no such sample."""
     from exitwave.ingest.dataset import open_dataset
 
-    if not (dataset / MANIFEST_NAME).exists() and (dataset / "dataset" / MANIFEST_NAME).exists():
-        dataset = dataset / "dataset"
-    data = open_dataset(dataset)
+    data = open_dataset(find_dataset(dataset))
     index = _find(data, uid)
     sample = data[index]
     record, _ = data.record_of(index)
@@ -175,6 +172,20 @@ def _find(data: Any, uid: str) -> int:
     )
 
 
+_Extent = tuple[float, float, float, float]  # left, right, bottom, top, as matplotlib has it
+
+
+def _extent(shape: tuple[int, ...], pixel_yx: tuple[float, float]) -> _Extent:
+    return (0.0, shape[1] * pixel_yx[1], shape[0] * pixel_yx[0], 0.0)
+
+
+def reciprocal_extent(shape: tuple[int, ...], sampling_yx: tuple[float, float]) -> _Extent:
+    """Edges of a pattern in 1/Å: the middle of pixel [Qy//2, Qx//2] is the zero frequency."""
+    (rows, columns), (dy, dx) = shape, sampling_yx
+    left, top = -(columns // 2 + 0.5) * dx, -(rows // 2 + 0.5) * dy
+    return (left, left + columns * dx, top + rows * dy, top)
+
+
 def _draw(sample: dict[str, Any], formula: str, path: Path) -> None:
     import matplotlib
 
@@ -183,28 +194,31 @@ def _draw(sample: dict[str, Any], formula: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     params = sample["params"]
-    panels: list[tuple[str, Any, str, float, str]] = []
+    panels: list[tuple[str, Any, str, _Extent, str]] = []
     if "cbed" in sample:
         cbed = sample["cbed"]
-        q = float(params["Q_sampling_x_per_A"])
+        q = reciprocal_extent(
+            cbed.shape[2:], (float(params["Q_sampling_y_per_A"]), float(params["Q_sampling_x_per_A"]))
+        )
         panels.append(
             ("pattern at the centre, √", np.sqrt(cbed[cbed.shape[0] // 2, cbed.shape[1] // 2]), "inferno", q, "1/Å")
         )
         panels.append(("mean pattern, √", np.sqrt(cbed.mean(axis=(0, 1))), "inferno", q, "1/Å"))
-        panels.append(("detected fraction", cbed.sum(axis=(2, 3)), "gray", float(params["R_sampling_x_A"]), "Å"))
+        steps = (float(params["R_sampling_y_A"]), float(params["R_sampling_x_A"]))
+        panels.append(("detected fraction", cbed.sum(axis=(2, 3)), "gray", _extent(cbed.shape[:2], steps), "Å"))
     if "potential" in sample:
         width = float(params["potential_sampling_A"])
-        panels.append(("projected potential, V·Å", sample["potential"], "viridis", width, "Å"))
+        label = sample["potential"]
+        panels.append(("projected potential, V·Å", label, "viridis", _extent(label.shape, (width, width)), "Å"))
     figure = Figure(figsize=(3.4 * len(panels), 3.6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(
         f"{formula}, {float(params['energy_keV']):g} keV, {float(params['semiangle_mrad']):g} mrad, "
         f"{float(params['thickness_A']):.1f} Å thick"
     )
-    for i, (title, image, cmap, pixel, unit) in enumerate(panels):
+    for i, (title, image, cmap, extent, unit) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)
-        rows, columns = image.shape
-        shown = axes.imshow(image, cmap=cmap, extent=(0, columns * pixel, rows * pixel, 0))
+        shown = axes.imshow(image, cmap=cmap, extent=extent)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel(unit, fontsize=8)
         axes.tick_params(labelsize=7)

@@ -26,6 +26,7 @@ from typing import Any
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import FileLock, LockHeldError, write_atomic
 from exitwave.workflows.config import child_environment, dump_yaml, resolved_comment
+from exitwave.workflows.datasets import completeness, find_dataset, require_split
 from exitwave.workflows.guard import guarded
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.provenance import versions
@@ -60,6 +61,7 @@ def train_with_ranks(
     training = read_training(config, overrides)
     n = ranks or training.ranks or 1
     check_mesh(mesh, n)
+    data = find_dataset(data)
     with locked(out):
         with session.progress() as feed:
             start_ranks(session, training.spec, data, out, ranks=n, cache=cache, fresh=fresh, feed=feed)
@@ -112,6 +114,9 @@ def start_ranks(
     from exitwave.ingest.manifest import load_manifest
 
     header = load_manifest(data).header
+    require_split(data, spec.train_split)
+    if (found := completeness(data)) is not None and found.sentence:
+        session.note(f"{data}: {found.sentence} The training uses what is there.")
     _refuse_other(out, spec, header.dataset_id, fresh=fresh)
     clear_rank_errors(out)
     resolved = out / "train.yaml"
@@ -315,5 +320,6 @@ def evaluate_run(session: Session, run: Path, data: Path, *, split: str, cache: 
     """Metrics of a trained run on `split`; the contract's `evaluate` document."""
     from exitwave.train.evaluate import evaluate
 
+    require_split(data, split)
     document: dict[str, Any] = evaluate(run, data, split=split, cache=cache)
     return document

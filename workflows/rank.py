@@ -19,6 +19,7 @@ from typing import Any
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import write_atomic
 from exitwave.workflows.config import RankEnvironment
+from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.guard import die_with_parent
 from exitwave.workflows.session import Session
 
@@ -65,6 +66,8 @@ def _train(
 
     check_mesh(mesh, place.world_size)
     training = read_training(config, overrides)
+    data = find_dataset(data)
+    require_split(data, training.spec.train_split)
     from exitwave.train.mesh import RankInfo
     from exitwave.train.trainer import train
 

@@ -38,6 +38,11 @@ class Session:
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
 
+    def hint(self, command: str) -> None:
+        """What to do next, after a result: for a person who reads along, never for a program."""
+        if not self.json:
+            self.note(f"Next: {command}")
+
     def result(self, document: Mapping[str, Any], show: Callable[[], object] | None = None) -> None:
         """The verb's result: the document with `--json`, else what `show` returns, printed by rich."""
         self._print(document, show)

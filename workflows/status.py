@@ -27,6 +27,11 @@ def dataset_of(folder: Path) -> tuple[Path, Path | None]:
         return folder, None
     if not folder.exists():
         raise UsageError(f"{folder}: no such folder.")
+    if (folder / "train.json").exists():
+        raise UsageError(
+            f"{folder}: this is the folder of a training; `exitwave report {folder}` shows how far it is. `status` is "
+            "for a data set or the folder of an `exitwave run`."
+        )
     raise UsageError(f"{folder}: neither a data set (no {MANIFEST_NAME}) nor the folder of an `exitwave run`.")
 
 

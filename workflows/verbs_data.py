@@ -13,7 +13,9 @@ from exitwave.workflows.session import open_session
 CampaignFile = Annotated[
     Path, typer.Argument(metavar="CAMPAIGN.yaml", help="A campaign, or a pipeline whose `campaign:` section is used.")
 ]
-DatasetFolder = Annotated[Path, typer.Argument(metavar="DATASET", help="The folder that `simulate --out` made.")]
+DatasetFolder = Annotated[
+    Path, typer.Argument(metavar="DATASET", help="The folder that `simulate --out` made, or the RUN that holds it.")
+]
 
 
 @verb(
@@ -68,9 +70,9 @@ def plan(
 
     with open_session(json=json, quiet=quiet) as session:
         planned = read_campaign(campaign, overrides or ())
+        tell_warnings(session, planned)
         document = plan_document(planned, out=out or Path(), workers=workers)
         session.result(document, lambda: plan_table(document))
-        tell_warnings(session, planned)
 
 
 @verb(
@@ -104,6 +106,8 @@ def simulate(
         planned = read_campaign(campaign, overrides or ())
         document = simulate_campaign(session, planned, out, cluster=cluster, workers=workers)
         session.result(document, lambda: document["message"])
+        failed = f"exitwave failures {out}"
+        session.hint(failed if document["failed"] else f"exitwave train TRAIN.yaml --data {out} --out RUN")
         raise typer.Exit(exit_code_of(document))
 
 
@@ -153,16 +157,21 @@ def failures(dataset: DatasetFolder, json: Json = False, quiet: Quiet = False, d
     example="exitwave verify data/quick",
     then="If something is damaged: the message names shard, sample and field. Delete the named file and run "
     "`exitwave simulate` again to compute that shard anew.",
-    codes="0 all whole; 2 no data set there; 3 something is damaged or missing.",
+    codes="0 all that is committed is whole (it is said when samples are still to come); 2 no data set there; 3 "
+    "something is damaged or missing.",
 )
 def verify(dataset: DatasetFolder, json: Json = False, quiet: Quiet = False, debug: Debug = False) -> None:
     from exitwave.ingest.verify import verify_dataset
     from exitwave.workflows.campaigns import as_document
+    from exitwave.workflows.datasets import completeness, find_dataset
     from exitwave.workflows.tables import verify_table
 
     with open_session(json=json, quiet=quiet) as session:
-        report = verify_dataset(dataset)
-        document = as_document(report)
+        dataset = find_dataset(dataset)
+        document = as_document(verify_dataset(dataset))
+        found = completeness(dataset)
+        if found is not None:
+            document |= {"planned": found.planned, "committed": found.committed, "unfinished": found.sentence}
         session.result(document, lambda: verify_table(document))
         raise typer.Exit(0 if document["ok"] else 3)
 
@@ -191,10 +200,11 @@ def stage(
 ) -> None:
     from exitwave.workflows.campaigns import stage_dataset
     from exitwave.workflows.config import parse_bytes
+    from exitwave.workflows.datasets import find_dataset
 
     limit = parse_bytes(capacity) if capacity is not None else None
     with open_session(json=json, quiet=quiet) as session:
-        document = stage_dataset(session, dataset, cache, limit)
+        document = stage_dataset(session, find_dataset(dataset), cache, limit)
         session.result(document, lambda: document["message"])
 
 

@@ -14,7 +14,7 @@ Ranks = Annotated[int | None, typer.Option("--ranks", min=1, metavar="N", help="
 Cache = Annotated[
     Path | None, typer.Option("--cache", metavar="DIR", help="Read shards from this cache (see `exitwave stage`).")
 ]
-Data = Annotated[Path, typer.Option("--data", metavar="DATASET", help="The data set.")]
+Data = Annotated[Path, typer.Option("--data", metavar="DATASET", help="The data set, or the RUN that holds it.")]
 
 
 @verb(
@@ -87,12 +87,14 @@ def evaluate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
+    from exitwave.workflows.datasets import find_dataset
     from exitwave.workflows.launch import evaluate_run
     from exitwave.workflows.tables import metrics_table
 
     with open_session(json=json, quiet=quiet) as session:
-        document = evaluate_run(session, run, data, split=split, cache=cache)
+        document = evaluate_run(session, run, find_dataset(data), split=split, cache=cache)
         session.result(document, lambda: metrics_table(document))
+        session.hint(f"exitwave report {run}")
 
 
 @verb(

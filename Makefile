@@ -20,7 +20,6 @@ install: $(STAMP) ## create .venv with exitwave and its development tools
 
 demo: $(STAMP) ## the whole line once: simulate, stage, train on two ranks, evaluate, report (about 5 minutes, 2 cores)
 	$(BIN)/exitwave run examples/quickstart.yaml --out runs/demo
-	@echo "Open runs/demo/report.html"
 
 test: $(STAMP) ## the test suite (under 20 minutes, 2 cores)
 	$(BIN)/python -m pytest -q -m "not long"

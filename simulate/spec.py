@@ -111,9 +111,13 @@ class SplitSpec(StrictModel):
 
 
 class CellSpec(StrictModel):
-    """The periodic supercell: tiled to at least `min_extent_A` along x and y."""
+    """The periodic supercell: tiled to at least `min_extent_A` along x and y.
 
-    min_extent_A: float = Field(default=20.0, gt=0, le=2000)
+    Two points of its reciprocal lattice should fit into a detector pixel (1 / extent <= pixel / 2), or flat discs show
+    a ripple; the default does that for the default detector.
+    """
+
+    min_extent_A: float = Field(default=22.0, gt=0, le=2000)
     max_atoms: int = Field(default=20000, ge=1, le=10_000_000)
     max_strain: float = Field(default=0.01, ge=0, le=0.2)
 
@@ -276,7 +280,8 @@ class Recipe(StrictModel):
     sampling: SamplingSpec = SamplingSpec()
     scan: ScanSpec = ScanSpec()
     grid: GridSpec = GridSpec()
-    detector: DetectorSpec = DetectorSpec(max_angle_mrad=45.0)
+    # Within the antialias cutoff of the default grid (1.64 /Å) at any energy, which no fixed angle is.
+    detector: DetectorSpec = DetectorSpec(max_q_per_A=1.5)
     phonons: PhononSpec = PhononSpec()
     label: LabelSpec = LabelSpec()
     fields: tuple[Literal["cbed", "potential"], ...] = Field(default=("cbed", "potential"), min_length=1)

@@ -19,8 +19,9 @@ from sim_samples import DATA, campaign, plan
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.cost import calibrate
 from exitwave.simulate.plan import Plan, make_plan
-from exitwave.simulate.spec import SplitSpec
+from exitwave.simulate.spec import CampaignSpec, SplitSpec
 from exitwave.simulate.splits import SplitUnit, assign_splits
+from exitwave.simulate.structures.sources import library_names
 from exitwave.simulate.tasks import whole_slices
 
 
@@ -167,6 +168,22 @@ def test_a_scan_beyond_the_periodic_cell_is_warned_of() -> None:
     assert not any("repeat sooner" in text for text in plan().warnings)
     told = " ".join(plan(scan={"shape": [2, 2], "step_A": 60}).warnings)
     assert "3 structure(s) are scanned over 120 Å but repeat sooner" in told and "cell.min_extent_A of 120" in told
+
+
+def test_the_defaults_fit_each_other_for_every_shipped_structure_at_any_usual_energy() -> None:
+    content = {
+        "name": "defaults",
+        "structures": [
+            {"library": list(library_names())},
+            {"library": ["Si", "Au"], "zone_axes": [[1, 1, 0], [1, 1, 1], [1, 1, 2]]},
+        ],
+        "sampling": {"energy_keV": {"linspace": [60, 300, 5]}},
+        "samples_per_structure": 5,
+    }
+    made = make_plan(CampaignSpec.model_validate(content), base_dir=DATA)
+    assert (made.rejected, made.rejected_samples) == ((), 0)
+    assert made.n_samples == 5 * (len(library_names()) + 6)
+    assert not any("ripple" in text for text in made.warnings)
 
 
 def test_planning_a_thousand_samples_is_quick() -> None:

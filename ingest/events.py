@@ -67,7 +67,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and "kind" in event:
             events.append(event)

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ __all__ = [
     "disk_full_means_interrupted",
     "fsync_dir",
     "hash_file",
+    "open_to_read",
     "part_path",
     "publish",
     "shard_path",
@@ -54,6 +56,15 @@ def hash_file(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(view[:count])
     return digest.hexdigest()
+
+
+def open_to_read(path: Path) -> int:
+    """A descriptor of the plain file at `path`; OSError for anything else: a pipe would be waited for, without end."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return fd
 
 
 def byte_view(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

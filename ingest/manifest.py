@@ -42,7 +42,7 @@ def _decode(line: bytes, where: str) -> dict[str, Any]:
     """One line without its newline. UsageError naming file and line when it is not what a writer wrote."""
     try:
         data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: not a line of JSON ({error}). {_WHAT_TO_DO}") from None
     if not isinstance(data, dict) or "kind" not in data:
         raise UsageError(f"{where}: expected an object with a `kind`, found {line[:60]!r}. {_WHAT_TO_DO}")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from exitwave.ingest.errors import DamagedDataError
-from exitwave.ingest.files import byte_view, crc32c
+from exitwave.ingest.files import byte_view, crc32c, open_to_read
 from exitwave.ingest.records import Extent, PublishedShard
 from exitwave.ingest.schema import TABLES
 
@@ -174,11 +174,11 @@ class ShardFiles:
         path, staged = self.root / record.path, False
         fd = None
         if self.staged is not None:
-            with contextlib.suppress(FileNotFoundError):
-                fd = os.open(self.staged / f"{record.shard_id}.h5", os.O_RDONLY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # then the data set itself has it
+                fd = open_to_read(self.staged / f"{record.shard_id}.h5")
                 path, staged = self.staged / f"{record.shard_id}.h5", True
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
+            fd = open_to_read(path) if fd is None else fd
         except OSError as error:
             raise DamagedDataError(f"shard {record.shard_id}: {path}: {error.strerror}. {_WHAT_TO_DO}") from error
         try:

@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
-from exitwave.ingest.files import FileLock, disk_full_means_interrupted, fsync_dir, write_atomic
+from exitwave.ingest.files import FileLock, disk_full_means_interrupted, fsync_dir, open_to_read, write_atomic
 from exitwave.ingest.manifest import load_manifest
 from exitwave.ingest.records import ShardRecord
 from exitwave.ingest.staging_plan import plan_staging
@@ -165,7 +165,7 @@ class _Stager:
         """Copies the shard's bytes to `part`, synced; returns the hash of what was read."""
         source_path = self.dataset / shard.path
         try:
-            source = os.open(source_path, os.O_RDONLY | os.O_CLOEXEC)
+            source = open_to_read(source_path)
         except OSError as error:
             raise _NotThereError(f"{source_path}: {error.strerror}") from None
         try:

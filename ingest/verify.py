@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from exitwave.ingest.files import byte_view, crc32c, hash_file
+from exitwave.ingest.files import byte_view, crc32c, hash_file, open_to_read
 from exitwave.ingest.manifest import load_manifest
 from exitwave.ingest.reading import read_extent
 from exitwave.ingest.records import PublishedShard
@@ -88,7 +88,7 @@ def check_shard(root: Path, shard: PublishedShard, seen: dict[int, str] | None =
         return Bad(shard=shard.shard_id, uid=uid, field=field, why=why)
 
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_to_read(path)
     except OSError as error:
         return [wrong(f"{shard.path}: {error.strerror}")]
     try:

@@ -250,3 +250,21 @@ def test_a_source_that_is_damaged_stops_the_staging_by_name(tmp_path: Path) -> N
     (root / shard.path).unlink()
     with pytest.raises(DamagedDataError, match="No such file"):
         stage(root, cache, missing_deadline_s=0.1)
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+def test_a_shard_that_is_no_plain_file_is_damage_and_nobody_waits_for_it(tmp_path: Path, what: str) -> None:
+    root = make_dataset(tmp_path / "d", "tt")
+    shard = load_manifest(root).shards[1]
+    path = root / shard.path
+    path.unlink()
+    if what == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    assert [(b.shard, b.why) for b in verify_dataset(root).bad] == [(shard.shard_id, f"{shard.path}: not a plain file")]
+    with pytest.raises(DamagedDataError, match=f"{shard.shard_id} is damaged .*not a plain file"):
+        stage(root, tmp_path / "cache", missing_deadline_s=0.1)
+    data = open_dataset(root)
+    with pytest.raises(DamagedDataError, match=f"shard {shard.shard_id}: .*not a plain file"):
+        data[len(data) - 1]

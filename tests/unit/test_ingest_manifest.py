@@ -85,6 +85,15 @@ def test_a_broken_middle_line_is_named(tmp_path: Path) -> None:
         load_manifest(root)
 
 
+def test_a_line_of_endless_depth_is_named(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "d", "ttt")
+    lines = (root / NAME).read_bytes().splitlines(keepends=True)
+    lines[1] = b'{"kind": "shard", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    (root / NAME).write_bytes(b"".join(lines))
+    with pytest.raises(UsageError, match=r"manifest\.jsonl:2: not a line of JSON"):
+        load_manifest(root)
+
+
 @pytest.mark.parametrize(
     ("line", "changes", "match"),
     [

@@ -217,11 +217,16 @@ def _scored_region(params: np.ndarray[Any, Any], shape: tuple[int, int]) -> tupl
             0,
             0.0,
             (
-                f"nothing excluded: a frame of one probe diameter ({diameter:.2f} Å) would leave less than "
-                f"{_LEAST_PIXELS} x {_LEAST_PIXELS} of the {shape[0]} x {shape[1]} pixels"
+                f"nothing excluded: the pixels within one probe diameter ({diameter:.2f} Å) of the edge, which the "
+                f"scan hardly sees, are scored like all others, since without them fewer than {_LEAST_PIXELS} x "
+                f"{_LEAST_PIXELS} of the {shape[0]} x {shape[1]} pixels would be left"
             ),
         )
-    return cut, diameter, f"a frame of one probe diameter ({diameter:.2f} Å, {cut} pixels) is not scored"
+    return (
+        cut,
+        diameter,
+        f"pixels within one probe diameter ({diameter:.2f} Å, {cut} pixels) of the edge are not scored",
+    )
 
 
 def _step_note(params: np.ndarray[Any, Any]) -> str:

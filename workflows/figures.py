@@ -19,6 +19,8 @@ __all__ = ["curve_png", "image_png", "nice_length", "shared_limits"]
 
 Array = npt.NDArray[Any]
 _GREY = "#7a828e"
+_WIDTH = 1.5  # inches of a picture: a phone shows two beside each other, and lettering scales with the picture
+_FONT = 9.5
 _COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7")
 
 
@@ -28,7 +30,7 @@ def _figure(width: float, height: float) -> Any:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=150)
+    figure = Figure(figsize=(width, height), dpi=200)
     figure.patch.set_alpha(0.0)
     return figure
 
@@ -79,24 +81,18 @@ def image_png(
     if centre_zero:
         high = max(abs(low), abs(high)) or 1.0
         low = -high
-    figure = _figure(2.5, 2.95)
-    axes = figure.add_axes((0.02, 0.175, 0.96, 0.81))
+    height = _WIDTH + 0.3
+    figure = _figure(_WIDTH, height)
+    axes = figure.add_axes((0.0, 0.3 / height, 1.0, _WIDTH / height))
     shown = axes.imshow(image, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
     axes.set_axis_off()
     _scale_bar(axes, image.shape, pixel, unit)
-    bar_axes = figure.add_axes((0.05, 0.125, 0.9, 0.03))
+    bar_axes = figure.add_axes((0.0, 0.2 / height, 1.0, 0.06 / height))
     bar = figure.colorbar(shown, cax=bar_axes, orientation="horizontal")
-    bar.set_ticks([low, high] if not centre_zero else [low, 0, high])
-    bar.ax.set_xticklabels([_number(v) for v in ([low, high] if not centre_zero else [low, 0, high])])
-    labels = bar.ax.get_xticklabels()
-    labels[0].set_ha("left")
-    labels[-1].set_ha("right")
-    bar.ax.tick_params(labelsize=8, colors=_GREY, length=0, pad=2)
+    bar.set_ticks([])
     bar.outline.set_visible(False)
-    if bar_label and not centre_zero:
-        figure.text(0.5, 0.035, bar_label, ha="center", fontsize=8, color=_GREY)
-    elif bar_label:
-        figure.text(0.5, 0.0, bar_label, ha="center", fontsize=8, color=_GREY, va="bottom")
+    for x, text, align in ((0.0, _number(low), "left"), (0.5, bar_label, "center"), (1.0, _number(high), "right")):
+        figure.text(x, 0.03 / height, text, ha=align, va="bottom", fontsize=_FONT, color=_GREY)
     return _data_uri(figure)
 
 
@@ -110,14 +106,16 @@ def _number(value: float) -> str:
 def _scale_bar(axes: Any, shape: tuple[int, ...], pixel: float, unit: str) -> None:
     rows, columns = shape
     length = nice_length(columns * pixel)
-    width = length / pixel
-    x, y = 0.06 * columns - 0.5, 0.93 * rows - 0.5
-    for colour, line in (("black", 4.0), ("white", 2.2)):
-        axes.plot([x, x + width], [y, y], color=colour, lw=line, solid_capstyle="butt")
+    width, thick = length / pixel, 0.025 * rows
+    x, y = 0.06 * columns - 0.5, 0.92 * rows - 0.5
+    from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
-    text = axes.text(x, y - 0.03 * rows, f"{length:g} {unit}", color="white", fontsize=8, va="bottom")
-    text.set_path_effects([withStroke(linewidth=1.6, foreground="black")])
+    outline = [withStroke(linewidth=1.6, foreground="black")]
+    bar = axes.add_patch(Rectangle((x, y), width, thick, facecolor="white", edgecolor="none"))
+    bar.set_path_effects(outline)
+    text = axes.text(x, y - 0.03 * rows, f"{length:g} {unit}", color="white", fontsize=_FONT, va="bottom")
+    text.set_path_effects(outline)
 
 
 def curve_png(
@@ -128,8 +126,8 @@ def curve_png(
     log: bool = True,
 ) -> str:
     """Curves (name, x, y, whether to draw marks instead of a line) on one pair of axes, as a data URI."""
-    figure = _figure(7.2, 2.9)
-    axes = figure.add_axes((0.095, 0.175, 0.89, 0.79))
+    figure = _figure(5.4, 2.9)
+    axes = figure.add_axes((0.125, 0.185, 0.86, 0.785))
     for colour, (name, x, y, marks) in zip(_COLOURS, curves, strict=False):
         if marks:
             axes.plot(x, y, "o", ms=4.5, color=colour, label=name)
@@ -139,16 +137,16 @@ def curve_png(
     positive = all(v > 0 for _, _, y, _ in curves for v in y)
     if log and positive:
         axes.set_yscale("log")
-    axes.set_xlabel(x_label, color=_GREY, fontsize=9)
-    axes.set_ylabel(y_label, color=_GREY, fontsize=9)
-    axes.tick_params(which="both", colors=_GREY, labelsize=8)
+    axes.set_xlabel(x_label, color=_GREY, fontsize=10)
+    axes.set_ylabel(y_label, color=_GREY, fontsize=10)
+    axes.tick_params(which="both", colors=_GREY, labelsize=9.5)
     axes.grid(True, which="major", color=_GREY, alpha=0.25, lw=0.6)
     axes.patch.set_alpha(0)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(_GREY)
-    axes.legend(frameon=False, fontsize=8, labelcolor=_GREY)
+    axes.legend(frameon=False, fontsize=9.5, labelcolor=_GREY)
     return _data_uri(figure)
 
 

@@ -6,7 +6,6 @@ turns them into HTML (pure but for drawing), `write_report` puts the file in pla
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -18,18 +17,20 @@ from exitwave.ingest.files import write_atomic
 from exitwave.workflows.figures import curve_png, image_png, shared_limits
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.provenance import exitwave_version
-from exitwave.workflows.report_data import METHODS, Example, ReportData
+from exitwave.workflows.rejections import grouped
+from exitwave.workflows.report_data import METHODS, Example, ReportData, number
 
 __all__ = ["render", "write_report"]
 
 _COLUMNS = (
     ("rmse_VA", "RMSE", "V·Å"),
     ("rmse_V", "RMSE / thickness", "V"),
-    ("rmse_V_fitted", "same, fitted", "V"),
+    ("rmse_V_fitted", "after rescaling", "V"),
     ("r2", "R²", ""),
     ("psnr", "PSNR", "dB"),
     ("ssim", "SSIM", ""),
 )
+_HEADS = {"thickness_A": "Thickness, Å", "dose_e_per_pattern": "Electrons in a pattern", "n": "Samples"}
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -55,6 +56,7 @@ def render(data: ReportData) -> str:
         columns=_COLUMNS,
         metric_rows=_metric_rows(data.metrics),
         breakdowns=_breakdowns(data),
+        rejected=grouped(data.rejected),
         pictures=[_picture(e) for e in data.examples],
         loss_png=_loss(data),
         loss_alt=_loss_words(data),
@@ -73,25 +75,14 @@ def _metric_rows(metrics: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
     return rows
 
 
-def number(value: Any, digits: int = 3) -> str:
-    """A figure for a table: three significant digits, a dash where there is none."""
-    if value is None or isinstance(value, bool):
-        return "–"
-    if not isinstance(value, int | float | np.number):
-        return str(value)
-    if not math.isfinite(float(value)):
-        return "–"
-    text = f"{float(value):.{digits}g}"
-    return f"{float(value):,.0f}".replace(",", " ") if "e+" in text else text.replace("-", "−")
-
-
 def _breakdowns(data: ReportData) -> list[tuple[str, list[list[str]], list[str]]]:
     tables = []
     for name, rows in (("By thickness", data.by_thickness), ("By dose", data.by_dose)):
         if len(rows) > 1:
             flat = [_flatten(row) for row in rows]
             keys = list(dict.fromkeys(k for row in flat for k in row))
-            tables.append((name, [[number(row.get(k)) for k in keys] for row in flat], keys))
+            heads = [_HEADS.get(k, k) for k in keys]
+            tables.append((name, [[number(row.get(k)) for k in keys] for row in flat], heads))
     return tables
 
 
@@ -122,7 +113,7 @@ def _picture(example: Example) -> dict[str, Any]:
             unit="Å⁻¹",
             limits=(0.0, float(root.max()) or 1.0),
             cmap="inferno",
-            bar_label="√ intensity",
+            bar_label="√I",
         )
         panels.append((caption, "", src, f"Diffraction pattern of {example.formula}, {caption}"))
 

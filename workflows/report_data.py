@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Example", "ReportData", "headline", "verdict"]
+__all__ = ["Example", "ReportData", "headline", "number", "verdict"]
 
 Array = npt.NDArray[Any]
 
@@ -66,6 +67,18 @@ class ReportData:
     stages: Sequence[tuple[str, float]] = ()  # name, seconds
     provenance: Sequence[tuple[str, str]] = ()
     configuration: str = ""
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A figure for a table: three significant digits, a dash where there is none."""
+    if value is None or isinstance(value, bool):
+        return "–"
+    if not isinstance(value, int | float | np.number):
+        return str(value)
+    if not math.isfinite(float(value)):
+        return "–"
+    text = f"{float(value):.{digits}g}"
+    return f"{float(value):,.0f}".replace(",", " ") if "e+" in text else text.replace("-", "−")
 
 
 def verdict(metrics: Mapping[str, Mapping[str, Any]]) -> tuple[bool | None, str, str]:

@@ -16,7 +16,7 @@ from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.workflows.inspecting import structure_rows
 from exitwave.workflows.progress import human_bytes, human_seconds
-from exitwave.workflows.report_data import Example, ReportData, headline, verdict
+from exitwave.workflows.report_data import Example, ReportData, headline, number, verdict
 from exitwave.workflows.report_facts import (
     last,
     provenance,
@@ -314,11 +314,11 @@ def _formula(data: Dataset, index: int) -> str:
 
 
 def _facts(params: Any) -> list[tuple[str, str]]:
-    axis = " ".join(str(int(v)) for v in params["zone_axis"])
+    axis = " ".join(number(int(v)) for v in params["zone_axis"])
     return [
         ("energy", f"{float(params['energy_keV']):g} keV"),
         ("semi-angle", f"{float(params['semiangle_mrad']):g} mrad"),
-        ("defocus", f"{float(params['defocus_A']):.0f} Å"),
+        ("defocus", f"{number(round(float(params['defocus_A'])))} Å"),
         ("thickness", f"{float(params['thickness_A']):.0f} Å"),
         ("zone axis", f"[{axis}]"),
     ]

@@ -147,7 +147,7 @@ def metrics_table(document: Row) -> Group:
     columns: tuple[tuple[str, str], ...] = (
         ("rmse_VA", "RMSE V·Å"),
         ("rmse_V", "RMSE V"),
-        ("rmse_V_fitted", "RMSE V, scale fitted"),
+        ("rmse_V_fitted", "RMSE V, rescaled"),
         ("r2", "R²"),
     )
     columns += (("psnr", "PSNR dB"), ("ssim", "SSIM"))

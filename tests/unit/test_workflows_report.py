@@ -8,9 +8,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from exitwave.workflows import figures
 from exitwave.workflows.figures import nice_length, shared_limits
-from exitwave.workflows.report import number, render
-from exitwave.workflows.report_data import Example, ReportData, headline, verdict
+from exitwave.workflows.report import render
+from exitwave.workflows.report_data import Example, ReportData, headline, number, verdict
 
 
 def scores(value: float) -> dict[str, float]:
@@ -157,3 +158,13 @@ def test_one_colour_range_for_what_is_compared() -> None:
     assert (low, high) == (0, 3)
     assert shared_limits([np.full((2, 2), np.nan)]) == (0.0, 1.0)
     assert shared_limits([np.ones((2, 2))]) == (0.5, 1.5)
+
+
+def test_the_same_rejection_stands_once() -> None:
+    html = page(rejected=[{"source": f"{name}.cif", "why": "partial occupancy"} for name in ("x", "y")])
+    assert html.count("partial occupancy") == 1 and "x.cif, y.cif" in html
+
+
+def test_lettering_is_readable_on_a_phone() -> None:
+    """Two pictures stand beside each other on a phone, some 155 CSS pixels wide: 10 of them for a letter at least."""
+    assert figures._FONT / 72 / figures._WIDTH * 155 > 10

@@ -128,7 +128,7 @@ def test_modules_that_cannot_be_reduced_are_refused():
         (lambda: (small().double(), {}), ["0.weight", "float32", "float64"]),
         (lambda: (nn.Sequential(nn.Linear(4, 5)), {}), ["2.weight", "absent", "(2, 5)"]),
         (lambda: (small(), {"protocol": "bitvector"}), ["option protocol", "static", "bitvector"]),
-        (lambda: (small(), {"grouping": "bytes:1"}), ["option grouping", "bytes:25", "bytes:1"]),
+        (lambda: (small(), {"grouping": "bytes:1"}), ["option grouping", "optimal:50", "bytes:1"]),
         (lambda: (_frozen_bias(), {}), ["0.bias", "frozen"]),
     ],
 )

@@ -86,7 +86,7 @@ class GroupedAllreduce(nn.Module):
         module: nn.Module,
         *,
         protocol: str = "static",
-        grouping: str | groups.Grouping | GroupPlan = "bytes",
+        grouping: str | groups.Grouping | GroupPlan = "optimal",
         overlap: str = "backward",
         compression: str | None = None,
         process_group: Any = None,

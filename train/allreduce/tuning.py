@@ -32,7 +32,7 @@ WARM_PASSES = 1
 MEASURED_PASSES = 5
 _SMALL_BYTES = 4 * 2**10
 _LARGE_BYTES = (256 * 2**10, 8 * 2**20)  # bounds of the larger size, which is otherwise that of all gradients
-_REPEATS = 4  # the first is not counted
+_REPEATS = (10, 4)  # of either size; the first is not counted
 
 _log = logging.getLogger(__name__)
 WaitFor = Callable[[Handle[Any], str], Any]
@@ -76,10 +76,10 @@ def measure_link(data: Transport, nbytes: int, device: torch.device, wait: WaitF
     """Time allreduces of two sizes; `nbytes` are those of all gradients. Every rank calls it."""
     sizes = (_SMALL_BYTES, min(max(nbytes, _LARGE_BYTES[0]), _LARGE_BYTES[1]))
     medians = []
-    for size in sizes:
+    for size, repeats in zip(sizes, _REPEATS, strict=True):
         tensor = torch.zeros(size // 4, dtype=torch.float32, device=device)
         seconds = []
-        for _ in range(_REPEATS):
+        for _ in range(repeats):
             begun = time.perf_counter()
             wait(data.allreduce(tensor, "sum"), "the measurement of the link")
             seconds.append(time.perf_counter() - begun)

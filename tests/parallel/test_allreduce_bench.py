@@ -112,9 +112,13 @@ def test_a_rank_that_fails_ends_both_and_says_why(tmp_path):
 
 
 def test_a_benchmark_that_is_told_to_stop_leaves_no_rank():
-    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(InterruptedRunError, match="stopped"):
-        run_bench(links=["loopback"], models=["small-tensors-1000"], seconds=60)
+    alarm = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM))
+    alarm.start()
+    try:
+        with pytest.raises(InterruptedRunError, match="stopped"):
+            run_bench(links=["loopback"], models=["small-tensors-1000"], seconds=60)
+    finally:
+        alarm.cancel()
     mine = [p for p in Path("/proc").glob("[0-9]*/cmdline") if _is_rank(p)]
     assert mine == []
 

@@ -24,12 +24,19 @@ import torch
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.train.allreduce.bench_links import LINKS, open_link, terminated_as_interrupt
 
-__all__ = ["DDP_CAPS_MB", "MODELS", "OURS", "rows_and_targets", "run_bench", "table"]
+__all__ = ["METHODS", "MODELS", "rows_and_targets", "run_bench", "table"]
 
-DDP_CAPS_MB = (1, 4, 10, 25, 50)
-OURS = ("static/bytes", "static/optimal", "bitvector/bytes", "coordinator/bytes")
-MODELS = ("fc-densenet-tiny", "fc-densenet-small", "small-tensors-1000")
 _BEST = "static/optimal"
+# "compute" exchanges nothing; ddp by bucket cap; ours by protocol and grouping
+METHODS = (
+    "compute",
+    *(f"ddp/{cap}MB" for cap in (1, 4, 10, 25, 50)),
+    "static/bytes",
+    _BEST,
+    "bitvector/bytes",
+    "coordinator/bytes",
+)
+MODELS = ("fc-densenet-tiny", "fc-densenet-small", "small-tensors-1000")
 _SLOW_LINK = 0.05  # communication/compute from which on the link matters
 
 
@@ -37,6 +44,7 @@ def run_bench(
     *,
     links: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
+    methods: Sequence[str] = METHODS,
     seconds: float = 20.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -45,15 +53,16 @@ def run_bench(
     Args:
         links: of `LINKS`; None means all. Those that need root are skipped, and said so, where there is none.
         models: of `MODELS`; None means all.
+        methods: of `METHODS`, with "compute", "static/optimal" and one of ddp among them; fewer get more rounds.
         seconds: to measure each model on each link, after warming up.
         say: told what is going on.
 
     Raises:
-        UsageError: an unknown link or model.
+        UsageError: an unknown link, model or method.
         InterruptedRunError: stopped by a signal; processes and namespaces are gone.
     """
     links, models = tuple(links or LINKS), tuple(models or MODELS)
-    for given, known, what in ((links, tuple(LINKS), "link"), (models, MODELS, "model")):
+    for given, known, what in ((links, tuple(LINKS), "link"), (models, MODELS, "model"), (methods, METHODS, "method")):
         for name in given:
             if name not in known:
                 raise UsageError(f"bench allreduce: {what} {name!r} does not exist: choose from {', '.join(known)}")
@@ -64,7 +73,7 @@ def run_bench(
         with terminated_as_interrupt():
             for link in links:
                 try:
-                    _on_link(link, models, seconds, say, rows, targets)
+                    _on_link(link, models, methods, seconds, say, rows, targets)
                 except UsageError as error:
                     skipped.append({"link": link, "why": str(error)})
                     say(f"{link}: skipped: {error}")
@@ -84,6 +93,7 @@ def run_bench(
 def _on_link(
     link: str,
     models: Sequence[str],
+    methods: Sequence[str],
     seconds: float,
     say: Callable[[str], None],
     rows: list[dict[str, Any]],
@@ -93,7 +103,7 @@ def _on_link(
         for model in models:
             say(f"{link}, {model}: measuring for {seconds:g} s after warming up")
             out = Path(folder) / f"{model}.json"
-            arguments = ["--model", model, "--seconds", str(seconds), "--out", str(out)]
+            arguments = ["--model", model, "--seconds", str(seconds), "--out", str(out), "--methods", *methods]
             ranks.run("exitwave.train.allreduce.bench_rank", arguments, limit_s=10 * seconds + 300)
             if not out.exists():
                 raise ExitwaveError(f"bench allreduce: the ranks of {link}, {model} ended without a result")

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from exitwave.train.allreduce.bench import DDP_CAPS_MB, OURS
 from exitwave.train.allreduce.engine import GroupedAllreduce
 from exitwave.train.allreduce.tuning import MEASURED_PASSES, WARM_PASSES
 from exitwave.train.models.fc_densenet import build_model
@@ -36,27 +35,32 @@ def make(name: str) -> tuple[nn.Module, torch.Tensor]:
     if name.startswith("fc-densenet-"):
         preset = name.removeprefix("fc-densenet-")
         model: nn.Module = build_model(
-            preset=preset, layout="detector-as-channels", in_channels=256, in_shape=(8, 8), out_shape=(32, 32)
+            preset=preset,
+            layout="detector-as-channels",
+            in_channels=256,
+            in_shape=(8, 8),
+            out_shape=(32, 32),
+            overrides={"dropout": 0.0},  # the keyed dropout wants to know its samples
         )
         return model, torch.randn(4 if preset == "tiny" else 2, 256, 8, 8)
     # 1,000 tensors of at most 1 KiB: what a step costs beside arithmetic and bytes
     return nn.Sequential(*[nn.Linear(16, 16) for _ in range(500)]), torch.randn(8, 16)
 
 
-def methods(model: nn.Module) -> dict[str, nn.Module]:
-    """Every method around a copy of the model, by name; "compute" exchanges nothing."""
-    wrapped: dict[str, nn.Module] = {"compute": copy.deepcopy(model)}
-    for cap in DDP_CAPS_MB:
-        wrapped[f"ddp/{cap}MB"] = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap)
-    for name in OURS:
-        protocol, grouping = name.split("/")
-        wrapped[name] = GroupedAllreduce(copy.deepcopy(model), protocol=protocol, grouping=grouping)
-    return wrapped
+def wrap(model: nn.Module, method: str) -> nn.Module:
+    """A copy of the model under a method of `METHODS`."""
+    model = copy.deepcopy(model)
+    kind, _, detail = method.partition("/")
+    if kind == "compute":
+        return model
+    if kind == "ddp":
+        return DistributedDataParallel(model, bucket_cap_mb=float(detail.removesuffix("MB")))
+    return GroupedAllreduce(model, protocol=kind, grouping=detail)
 
 
-def measure(model: nn.Module, x: torch.Tensor, seconds: float) -> dict[str, Any]:
-    """Step times of all methods, in rounds; see `rows_and_targets` for the record."""
-    wrapped = methods(model)
+def measure(model: nn.Module, x: torch.Tensor, names: list[str], seconds: float) -> dict[str, Any]:
+    """Step times of the methods `names`, in rounds; see `rows_and_targets` for the record."""
+    wrapped = {name: wrap(model, name) for name in names}
 
     def step(name: str) -> float:
         begun = time.perf_counter()
@@ -68,13 +72,12 @@ def measure(model: nn.Module, x: torch.Tensor, seconds: float) -> dict[str, Any]
         dist.barrier()
         return [step(name) for _ in range(_BLOCK)][1:]
 
-    for name in wrapped:
+    for name in names:
         for _ in range(_SETTLE if name.endswith("optimal") else 3):
             step(name)
     engines = {name: module for name, module in wrapped.items() if isinstance(module, GroupedAllreduce)}
     communication_s = _communication_s(model)
     begun = time.perf_counter()
-    names = list(wrapped)
     for name in names:
         block(name)
     rounds = _agree(max(3, round(seconds / (time.perf_counter() - begun))))
@@ -135,12 +138,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind, required=True)
     for name in ("address", "model", "out"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--methods", nargs="+", required=True)
     options = parser.parse_args()
     _die_with(options.parent)
     torch.set_num_threads(1)
     method = f"tcp://{options.address}:{options.port}"
     dist.init_process_group("gloo", init_method=method, rank=options.rank, world_size=2)
-    record = measure(*make(options.model), options.seconds)
+    record = measure(*make(options.model), options.methods, options.seconds)
     if options.rank == 0:
         Path(options.out).write_text(json.dumps(record), encoding="utf-8")
     dist.barrier()

@@ -43,7 +43,7 @@ typecheck: $(STAMP) build/types/exitwave ## mypy --strict over the four packages
 	$(BIN)/mypy -p exitwave
 
 bench: $(STAMP) ## the benchmarks, peers beside ours in one run
-	$(BIN)/python benchmarks/campaign_overhead.py
+	@for each in benchmarks/*.py; do echo "# $$each" >&2; $(BIN)/python $$each || exit; done
 
 clean: ## remove build products (never .venv, never your runs)
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

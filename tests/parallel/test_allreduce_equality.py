@@ -34,6 +34,7 @@ from exitwave.train.allreduce import (
 )
 
 MODES = [(p, g) for p in ("static", "bitvector") for g in ("bytes", "bytes:0.002", "layer-blocks", "count:4")]
+MODES.append(("coordinator", "count:4"))
 
 
 class Odd(nn.Module):
@@ -103,13 +104,39 @@ def one_reduction_equals_ddp_and_the_whole_batch(rank: int, size: int) -> None:
                 (whole(x[4 * r : 4 * r + 4], r % 2 if spread else 0).square().mean() / size).backward()
             assert_same(gradients(model), gradients(ddp.module), bitwise=size == 2)
             assert_same(gradients(model), gradients(whole), bitwise=False)
-            views = {name: view.data_ptr() for name, view in engine._fusion.views.items()}
+            views = {name: view.data_ptr() for name, view in engine._reducer.buffers.views.items()}
             for name, p in model.named_parameters():
                 assert p.grad is None or p.grad.data_ptr() == views[name], f"{name} is a copy"
                 if p.grad is not None:
                     assert p.grad.stride() == p.stride()
         assert model.unused.weight.grad is None and model.frozen.weight.grad is None
         assert [n for g in engine.plan.groups for n in g.names].count("layer1.weight") == 1
+        engine.close()
+
+
+def a_switch_to_the_optimal_plan_changes_no_gradient(rank: int, size: int) -> None:
+    """Before and after, with large tensors (placed one by one) between small ones (placed together)."""
+    for protocol in ("static", "bitvector", "coordinator"):
+        torch.manual_seed(1)
+        model = nn.Sequential(*[nn.Linear(a, b) for a, b in [(8, 16), (16, 512), (512, 40), (40, 8), (8, 1)]])
+        model[3].weight.requires_grad_(False)
+        engine = GroupedAllreduce(model, protocol=protocol, grouping="optimal:0.05", timeout_s=20)
+        ddp = DistributedDataParallel(copy.deepcopy(model))
+        for step in range(10):
+            keep = step % 3 == 1  # the gradients that an optimizer left in place are overwritten, not replaced
+            engine.zero_grad(set_to_none=not keep)
+            ddp.zero_grad(set_to_none=not keep)
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            for wrapped in (engine, ddp):
+                if step % 4 == 3:
+                    with wrapped.no_sync():
+                        wrapped(2 * x).square().mean().backward()
+                wrapped(x).square().mean().backward()
+            assert_same(gradients(model), gradients(ddp.module), bitwise=size == 2)
+            assert (engine.planning is None) == (step < 6)
+        assert sorted(n for g in engine.plan.groups for n in g.names) == sorted(
+            n for n, p in model.named_parameters() if p.requires_grad
+        )
         engine.close()
 
 
@@ -277,6 +304,7 @@ def parameters_are_broadcast_and_compared_first(rank: int, size: int) -> None:
 
 CHECKS: list[Callable[[int, int], None]] = [
     one_reduction_equals_ddp_and_the_whole_batch,
+    a_switch_to_the_optimal_plan_changes_no_gradient,
     accumulation_equals_ddp,
     uneven_batches_are_weighted_by_their_samples,
     not_finite_on_one_rank_is_known_to_all,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from allreduce_ranks import on_ranks
 from torch import nn
 
 from exitwave.ingest.errors import UsageError
@@ -24,27 +22,6 @@ from exitwave.train.allreduce.stall import Progress, Watch, explain
 from exitwave.train.loopback import LoopbackHub
 
 
-def on_ranks(size: int, work: Callable[..., Any], *, seconds: float = 60) -> list[Any]:
-    """Run `work(rank, data, control)` in a thread for each rank; each rank's result or exception."""
-    hubs = LoopbackHub(size), LoopbackHub(size)
-    results: list[Any] = [None] * size
-
-    def play(rank: int) -> None:
-        try:
-            results[rank] = work(rank, hubs[0].transport(rank), hubs[1].transport(rank))
-        except Exception as error:
-            error.add_note(traceback.format_exc())
-            results[rank] = error
-
-    threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
-
-
 def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
 
@@ -52,7 +29,7 @@ def small() -> nn.Sequential:
 # --------------------------------------------------------------------------------------------------------- engine
 
 
-@pytest.mark.parametrize("protocol", ["static", "bitvector"])
+@pytest.mark.parametrize("protocol", ["static", "bitvector", "coordinator"])
 def test_eight_ranks_end_with_the_mean_and_the_same_bytes(protocol):
     size = 8
     torch.manual_seed(0)
@@ -82,7 +59,7 @@ def test_eight_ranks_end_with_the_mean_and_the_same_bytes(protocol):
         gradients, finite, counters, final = result
         assert finite
         assert counters.steps == 2 and counters.groups == 6
-        assert counters.cycles == (6 if protocol == "bitvector" else 0)
+        assert counters.cycles == (0 if protocol == "static" else 6)
         assert list(final) == list(state)
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
@@ -118,8 +95,8 @@ def test_one_rank_needs_no_process_group_and_changes_nothing():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"protocol": "coordinator"}, "choose static or bitvector"),
-        ({"grouping": "optimal"}, "choose bytes"),
+        ({"protocol": "gossip"}, "choose static, bitvector, coordinator"),
+        ({"grouping": "best"}, "choose optimal, bytes"),
         ({"overlap": "step"}, "choose backward"),
         ({"compression": "fp16"}, "leave it out"),
         ({"timeout_s": 0}, "positive"),
@@ -151,7 +128,7 @@ def test_modules_that_cannot_be_reduced_are_refused():
         (lambda: (small().double(), {}), ["0.weight", "float32", "float64"]),
         (lambda: (nn.Sequential(nn.Linear(4, 5)), {}), ["2.weight", "absent", "(2, 5)"]),
         (lambda: (small(), {"protocol": "bitvector"}), ["option protocol", "static", "bitvector"]),
-        (lambda: (small(), {"grouping": "bytes:1"}), ["option grouping", "bytes:25", "bytes:1"]),
+        (lambda: (small(), {"grouping": "bytes:1"}), ["option grouping", "optimal:50", "bytes:1"]),
         (lambda: (_frozen_bias(), {}), ["0.bias", "frozen"]),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.allreduce import negotiation as n
+from exitwave.train.allreduce.coordinator import CoordinatorSchedule, Table, decide
 from exitwave.train.allreduce.schedules import BitvectorSchedule, StaticSchedule
 from exitwave.train.loopback import LoopbackHub
 
@@ -217,9 +218,15 @@ class Late:
 
     def __init__(self, inner, rng: random.Random) -> None:
         self._inner, self._rng = inner, rng
+        self.rank, self.size = inner.rank, inner.size
 
     def allreduce(self, tensor, op):
-        handle = self._inner.allreduce(tensor, op)
+        return self._late(self._inner.allreduce(tensor, op))
+
+    def broadcast(self, tensor, root):
+        return self._late(self._inner.broadcast(tensor, root))
+
+    def _late(self, handle):
         return SimpleNamespace(wait=handle.wait, done=lambda: handle.done() and self._rng.random() < 0.3)
 
 
@@ -228,12 +235,12 @@ def run_pipelined(protocol: str, size: int, sizes: list[int], epochs: int, seed:
     hub = LoopbackHub(size)
     groups = [group(f"group {k}", s) for k, s in enumerate(sizes)]
     arena_of = [rng.randrange(2) for _ in groups]
-    ends = [
-        BitvectorSchedule(Late(hub.transport(r), rng), groups, arena_of)
-        if protocol == "bitvector"
-        else StaticSchedule(len(groups))
-        for r in range(size)
-    ]
+    make = {
+        "bitvector": lambda late: BitvectorSchedule(late, groups, arena_of),
+        "coordinator": lambda late: CoordinatorSchedule(late, [len(members) for members in groups], arena_of),
+        "static": lambda late: StaticSchedule(len(groups)),
+    }[protocol]
+    ends = [make(Late(hub.transport(r), rng)) for r in range(size)]
     for _ in range(epochs):
         waiting = [rng.sample(range(len(groups)), len(groups)) for _ in range(size)]
         got: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
@@ -247,12 +254,12 @@ def run_pipelined(protocol: str, size: int, sizes: list[int], epochs: int, seed:
             got[rank] += ends[rank].finish(lambda handle, what: handle.wait(0.0))
             assert got[rank] == got[0], "ranks would start different collectives"
         assert sorted(k for run in got[0] for k in run) == list(range(len(groups)))
-    expected = epochs * len(groups) if protocol == "bitvector" else 0
+    expected = 0 if protocol == "static" else epochs * len(groups)
     assert [end.cycles for end in ends] == [expected] * size
 
 
 pipelined = given(
-    protocol=st.sampled_from(["bitvector", "static"]),
+    protocol=st.sampled_from(["bitvector", "coordinator", "static"]),
     size=st.integers(1, 32),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=10),
     epochs=st.integers(1, 2),
@@ -263,6 +270,7 @@ pipelined = given(
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @pipelined
 @example(protocol="bitvector", size=32, sizes=[1] * 10, epochs=2, seed=1)
+@example(protocol="coordinator", size=32, sizes=[1] * 10, epochs=2, seed=1)
 def test_pipelined_cycles_give_all_ranks_the_same_collectives(protocol, size, sizes, epochs, seed):
     run_pipelined(protocol, size, sizes, epochs, seed)
 
@@ -272,6 +280,19 @@ def test_pipelined_cycles_give_all_ranks_the_same_collectives(protocol, size, si
 @pipelined
 def test_thousands_of_pipelined_schedules(protocol, size, sizes, epochs, seed):
     run_pipelined(protocol, size, sizes, epochs, seed)
+
+
+def test_the_coordinator_orders_groups_once_all_their_tensors_are_ready_on_all_ranks():
+    table = Table(members=((0, 1), (2,)), size=2, counts=(0, 0, 0))
+    table, order = decide(table, [2, 0, 1])
+    assert order == ()
+    table, order = decide(table, [2, 0])
+    assert order == (1,)
+    table, order = decide(table, [1])
+    assert order == (0,)
+    assert table.counts == (0, 0, 0)
+    with pytest.raises(ValueError, match="tensor 2 was submitted 3 times by 2 ranks"):
+        decide(table, [2, 2, 2])
 
 
 def test_bitvector_reduces_early_what_all_have_and_static_waits_for_the_plans_order():

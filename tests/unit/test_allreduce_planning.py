@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from allreduce_ranks import info
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,34 +18,21 @@ from exitwave.train.allreduce.groups import (
     ByCount,
     ByLayerBlocks,
     GroupPlan,
+    Optimal,
     TensorGroup,
-    TensorInfo,
     assign_blocks,
     parse_grouping,
     plan_groups,
 )
-
-
-def info(name: str, numel: int = 4, dtype: str = "float32", device: str = "cpu", block: str = "") -> TensorInfo:
-    width = {"float32": 4, "float64": 8, "float16": 2}[dtype]
-    return TensorInfo(
-        name=name,
-        shape=(numel,),
-        stride=(1,),
-        dtype=dtype,
-        device=device,
-        numel=numel,
-        nbytes=numel * width,
-        block=block,
-    )
-
 
 infos = st.lists(
     st.tuples(st.integers(0, 5000), st.sampled_from(["float32", "float64", "float16"]), st.sampled_from("abc")),
     min_size=1,
     max_size=40,
 ).map(lambda rows: [info(f"p{i}", n, d, block=b) for i, (n, d, b) in enumerate(rows)])
-groupings = st.one_of(st.floats(1e-4, 1.0).map(ByBytes), st.integers(1, 20).map(ByCount), st.just(ByLayerBlocks()))
+groupings = st.one_of(
+    st.floats(1e-4, 1.0).map(ByBytes), st.integers(1, 20).map(ByCount), st.just(ByLayerBlocks()), st.just(Optimal())
+)
 
 
 @given(infos, groupings)
@@ -92,13 +80,20 @@ def test_blocks_are_exact_paths_and_look_through_containers_and_wrappers():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("bytes", ByBytes(25)), ("bytes:1.5", ByBytes(1.5)), ("count:3", ByCount(3)), ("layer-blocks", ByLayerBlocks())],
+    [
+        ("bytes", ByBytes(25)),
+        ("bytes:1.5", ByBytes(1.5)),
+        ("count:3", ByCount(3)),
+        ("layer-blocks", ByLayerBlocks()),
+        ("optimal", Optimal(50)),
+        ("optimal:8", Optimal(8)),
+    ],
 )
 def test_groupings_by_name(text, expected):
     assert parse_grouping(text) == expected
 
 
-@pytest.mark.parametrize("text", ["optimal", "bytes:x", "bytes:-1", "count:0", "layer-blocks:2", ""])
+@pytest.mark.parametrize("text", ["optimal:x", "optimal:0", "bytes:x", "bytes:-1", "count:0", "layer-blocks:2", ""])
 def test_unknown_groupings_are_refused_by_name(text):
     with pytest.raises(UsageError, match="grouping"):
         parse_grouping(text)

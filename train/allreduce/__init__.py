@@ -1,14 +1,15 @@
 """The grouped-allreduce engine: gradients averaged over ranks, in tensor groups, without a coordinator.
 
 `GroupedAllreduce` wraps a module; `allreduce`, `grouped_allreduce` and `broadcast_parameters` work on tensors. Reading
-order, from a gradient to the wire: `engine` -> `schedules` -> `readiness` -> `negotiation` -> `fusion` ->
-`exitwave.train.transport`. `groups` and `cost` plan; `agreement` checks that ranks match; `stall` names who is missing.
+order, from a gradient to the wire: `engine` -> `reducer` -> `schedules` -> `readiness` -> `negotiation` -> `fusion` ->
+`exitwave.train.transport`. `groups`, `optimal` and `cost` plan, from what `tuning` measured; `agreement` checks that
+ranks match; `stall` names who is missing; `timeline` shows what happened when.
 """
 
 from __future__ import annotations
 
 from exitwave.train.allreduce.agreement import MismatchError
-from exitwave.train.allreduce.engine import Counters, GroupedAllreduce
+from exitwave.train.allreduce.engine import GroupedAllreduce
 from exitwave.train.allreduce.functional import (
     Average,
     Max,
@@ -20,8 +21,10 @@ from exitwave.train.allreduce.functional import (
     broadcast_parameters,
     grouped_allreduce,
 )
-from exitwave.train.allreduce.groups import ByBytes, ByCount, ByLayerBlocks, GroupPlan, TensorGroup
+from exitwave.train.allreduce.groups import ByBytes, ByCount, ByLayerBlocks, GroupPlan, Optimal, TensorGroup
+from exitwave.train.allreduce.reducer import Counters
 from exitwave.train.allreduce.stall import StallError, StallWarning
+from exitwave.train.allreduce.tuning import Planning
 
 __all__ = [
     "Average",
@@ -35,6 +38,8 @@ __all__ = [
     "Min",
     "MismatchError",
     "Op",
+    "Optimal",
+    "Planning",
     "Product",
     "StallError",
     "StallWarning",

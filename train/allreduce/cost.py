@@ -6,12 +6,14 @@ groups ends at F(k) = max(F(k-1), t_k) + alpha + beta·n_k, where t_k is when th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LinkCost", "exposed_s", "finish_times_s", "fit_link"]
+from exitwave.train.allreduce.groups import GroupPlan
+
+__all__ = ["LinkCost", "exposed_s", "finish_times_s", "fit_link", "predicted_end_s"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,12 @@ def exposed_s(ready_s: Sequence[float], nbytes: Sequence[int], link: LinkCost) -
     if not ready_s:
         return 0.0
     return finish_times_s(ready_s, nbytes, link)[-1] - max(ready_s)
+
+
+def predicted_end_s(plan: GroupPlan, ready_s: Mapping[str, float], link: LinkCost) -> float:
+    """When the reduction of a whole plan ends, group after group in its order; `ready_s`: tensor name -> seconds."""
+    ready = [max(ready_s[name] for name in group.names) for group in plan.groups]
+    return finish_times_s(ready, [group.nbytes for group in plan.groups], link)[-1]
 
 
 def fit_link(nbytes: Sequence[int], seconds: Sequence[float]) -> LinkCost:

@@ -2,12 +2,15 @@
 
 From a gradient to the wire:
 
-1.  A hook runs as soon as autograd has accumulated a parameter's gradient. It moves the gradient to its place in the
-    fusion buffer, scaled by this rank's share of the batch in the same pass, and lets `.grad` be that place.
+1.  A hook runs as soon as autograd has accumulated a parameter's gradient. The gradient moves to its place in the
+    fusion buffer, scaled by this rank's share of the batch, and `.grad` becomes that place (`reducer`).
 2.  When a tensor group is complete, the schedule (the protocol) says which groups may be reduced now. Their collectives
     start and run behind the backward pass.
 3.  At the end of backward, parameters that had no gradient contribute zeros, the remaining groups go out, and the
     engine waits for all of them. `.grad` now holds the mean over ranks. A parameter that no rank used keeps None.
+
+With grouping "optimal" the plan is made twice: at construction as "bytes" would, and once more after a few measured
+reductions (`tuning`). The change happens between two reductions, at the same count on every rank.
 
 The weights of the ranks add up to one: 1/world size each, or n_local/n_global after `set_local_batch`.
 """
@@ -15,10 +18,11 @@ The weights of the ranks add up to one: 1/world size each, or n_local/n_global a
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,28 +32,20 @@ from torch import nn
 from exitwave.ingest.errors import ExitwaveError, UsageError
 from exitwave.train.allreduce import groups
 from exitwave.train.allreduce.agreement import broadcast_tensors, describe, verify_same
+from exitwave.train.allreduce.coordinator import CoordinatorSchedule
 from exitwave.train.allreduce.fusion import FusionBuffers
 from exitwave.train.allreduce.groups import GroupPlan
-from exitwave.train.allreduce.module_plan import plan_module
+from exitwave.train.allreduce.module_plan import plan_module, tensor_infos
+from exitwave.train.allreduce.reducer import Counters, Reducer
 from exitwave.train.allreduce.schedules import BitvectorSchedule, Schedule, StaticSchedule, plan_requests
 from exitwave.train.allreduce.stall import Progress, Watch
+from exitwave.train.allreduce.timeline import Timeline, to_chrome
+from exitwave.train.allreduce.tuning import Planning, Tuner, measure_link
 from exitwave.train.transport import Handle, TorchTransport, Transport
 
 __all__ = ["Counters", "GroupedAllreduce"]
 
-_PROTOCOLS = ("static", "bitvector")
-
-
-@dataclass(kw_only=True)
-class Counters:
-    """What the engine did since it was made (on this rank)."""
-
-    steps: int = 0  # backward passes that were reduced
-    groups: int = 0  # tensor groups reduced
-    collectives: int = 0  # data collectives; fewer than groups where neighbours were fused
-    bytes: int = 0  # bytes of the tensors given to data collectives
-    cycles: int = 0  # negotiation messages
-    exposed_s: float = 0.0  # seconds waited after the local backward pass had ended
+_PROTOCOLS = ("static", "bitvector", "coordinator")
 
 
 class GroupedAllreduce(nn.Module):
@@ -67,14 +63,17 @@ class GroupedAllreduce(nn.Module):
 
     Args:
         module: its parameters that require gradients are reduced; frozen and shared ones are understood.
-        protocol: "static" (reduce in the plan's order, no messages) or "bitvector" (agree by bit vectors).
-        grouping: "bytes", "bytes:CAP_MB", "layer-blocks", "count:N", an object of `groups`, or a saved `GroupPlan`.
+        protocol: "static" (reduce in the plan's order, no messages), "bitvector" (agree by bit vectors) or
+            "coordinator" (rank 0 decides; for comparison).
+        grouping: "optimal" (measure, then the plan that ends soonest), "optimal:MAX_MB", "bytes", "bytes:CAP_MB",
+            "layer-blocks", "count:N", an object of `groups`, or a saved `GroupPlan`.
         overlap: "backward".
         compression: None.
         process_group: the ranks to reduce over; None means all. Without torch.distributed, a world of one rank.
         average_over: how many of the ranks hold different samples (a number or a process group); None means all. When
             several ranks share a sample, their gradients are summed. Clear gradients between reductions then.
         timeout_s: a reduction that takes longer raises `StallError` on every rank, naming ranks and tensors.
+        timeline: record what happens when, for `write_timeline`.
         transports: (data, control) to use instead of torch.distributed; two, since their orders are independent.
 
     Raises:
@@ -87,12 +86,13 @@ class GroupedAllreduce(nn.Module):
         module: nn.Module,
         *,
         protocol: str = "static",
-        grouping: str | groups.Grouping | GroupPlan = "bytes",
+        grouping: str | groups.Grouping | GroupPlan = "optimal",
         overlap: str = "backward",
         compression: str | None = None,
         process_group: Any = None,
         average_over: Any = None,
         timeout_s: float = 120.0,
+        timeline: bool = False,
         transports: tuple[Transport, Transport] | None = None,
     ) -> None:
         super().__init__()
@@ -101,12 +101,15 @@ class GroupedAllreduce(nn.Module):
         named = list(module.named_parameters())  # a shared parameter appears once, under its first name
         self._parameters_by_name = {n: p for n, p in reversed(named) if p.requires_grad}  # ≈ ready order
         self.plan = plan_module(module, self._parameters_by_name, grouping)
+        self.planning: Planning | None = None  # how the optimal plan came about, once it has
         self.counters = Counters()
+        self._timeline = Timeline() if timeline else None
+        self._tuner: Tuner | None = None
         self._sync = True
         self._running = False  # between the first hook of a reduced backward pass and its end
         self._finite: bool | None = None
         self._closed = False
-        self._ended = time.perf_counter()  # of the last reduction
+        self._forward_begun = self._backward_begun = self._ended = time.perf_counter()  # the last ones
         self._hooks: list[Any] = []
         self._data: Transport | None = None
         self._control: Transport | None = None
@@ -122,28 +125,25 @@ class GroupedAllreduce(nn.Module):
         if transports is None or self.world_size == 1:
             return  # one rank: gradients are what they should be
         self._data, self._control = transports
-        self._fusion = FusionBuffers(self.plan, self._parameters_by_name)
-        self._members = [[(n, self._parameters_by_name[n]) for n in group.names] for group in self.plan.groups]
-        self._remaining: list[set[str]] = [set(group.names) for group in self.plan.groups]
-        self._flying: list[tuple[tuple[int, ...], Handle[torch.Tensor]]] = []
+        self._protocol = protocol
+        self._use(self.plan)
         self._watch = Watch(
             self._control.board, rank=self._control.rank, size=self.world_size, timeout_s=timeout_s, snapshot=self._note
         )
         try:
-            self._agree(protocol)
+            self._agree()
+            self._tune(grouping)
         except BaseException:
             self._watch.close()
             raise
-        self._schedule = self._make_schedule(protocol)
-        for group in self.plan.groups:
-            for name in group.names:
-                hook = partial(self._on_gradient, name, group.index)
-                self._hooks.append(self._parameters_by_name[name].register_post_accumulate_grad_hook(hook))
+        for i, parameter in enumerate(self._parameters_by_name.values()):
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, i)))
 
     # ------------------------------------------------------------------------------------------ what users call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
+        self._forward_begun = time.perf_counter()
         return self.module(*args, **kwargs)
 
     def set_local_batch(self, n_local: int, n_global: int) -> None:
@@ -192,6 +192,17 @@ class GroupedAllreduce(nn.Module):
             self._check_open()
             broadcast_tensors(self._data, list(self.module.buffers()), 0, self._wait)
 
+    def write_timeline(self, path: Path) -> None:
+        """Rank 0 writes what all ranks did so far in Chrome's trace format; every rank calls it."""
+        if self._timeline is None:
+            raise UsageError("there is no timeline to write: construct the engine with timeline=True")
+        rows = [self._timeline.to_json()]
+        if self._control is not None:
+            self._check_open()
+            rows = self._wait(self._control.gather(rows[0]), "the timelines of all ranks")
+        if self._control is None or self._control.rank == 0:
+            path.write_text(json.dumps(to_chrome([Timeline.from_json(row) for row in rows])), encoding="utf-8")
+
     def close(self) -> None:
         """Remove the hooks and stop the heartbeat. Use `engine.module` from here on; the engine refuses."""
         self._closed = True
@@ -221,11 +232,11 @@ class GroupedAllreduce(nn.Module):
 
     # ---------------------------------------------------------------------------------------------- construction
 
-    def _agree(self, protocol: str) -> None:
+    def _agree(self) -> None:
         assert self._data is not None and self._control is not None
         trainable = self._parameters_by_name
         options = {
-            "option protocol": protocol,
+            "option protocol": self._protocol,
             "option grouping": self.plan.grouping,
             "option average_over": str(self._divisor),
             "option tensor groups": " | ".join(",".join(group.names) for group in self.plan.groups),
@@ -239,109 +250,91 @@ class GroupedAllreduce(nn.Module):
         everything = [*self.module.parameters(), *self.module.buffers()]
         broadcast_tensors(self._data, everything, 0, self._wait)
 
-    def _make_schedule(self, protocol: str) -> Schedule:
+    def _use(self, plan: GroupPlan) -> None:
+        """Reduce by `plan` from here on; not within a reduction."""
+        assert self._data is not None
+        self.plan = plan
+        self._reducer = Reducer(
+            plan,
+            self._parameters_by_name,
+            data=self._data,
+            schedule=self._make_schedule,
+            counters=self.counters,
+            timeline=self._timeline,
+        )
+
+    def _make_schedule(self, buffers: FusionBuffers) -> Schedule:
         assert self._control is not None
-        if protocol == "static":
+        if self._protocol == "static":
             return StaticSchedule(len(self.plan))
+        arenas = [buffers.arena_of(g) for g in range(len(self.plan))]
+        if self._protocol == "coordinator":
+            return CoordinatorSchedule(self._control, [len(group.names) for group in self.plan.groups], arenas)
         signatures = {name: describe(p) for name, p in self._parameters_by_name.items()}
-        arenas = [self._fusion.arena_of(g) for g in range(len(self.plan))]
         return BitvectorSchedule(self._control, plan_requests(self.plan, signatures), arenas)
+
+    def _tune(self, grouping: str | groups.Grouping | GroupPlan) -> None:
+        """Prepare the second plan, where one is asked for."""
+        assert self._data is not None
+        chosen = groups.parse_grouping(grouping) if isinstance(grouping, str) else grouping
+        if isinstance(chosen, groups.Optimal):
+            device = next(iter(self._parameters_by_name.values())).device
+            link = measure_link(self._data, sum(group.nbytes for group in self.plan.groups), device, self._wait)
+            self._tuner = Tuner(chosen, tensor_infos(self.module, self._parameters_by_name), link)
 
     # -------------------------------------------------------------------------------------------- a backward pass
 
-    def _on_gradient(self, name: str, group: int, parameter: torch.Tensor) -> None:
-        """Step 1 and 2 of the module's prose."""
+    def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:
+        """Step 1 and 2 of the module's prose, for parameter i."""
         if not self._sync:
             return
         if not self._running:
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if name not in self._remaining[group]:
-            self._fail(
-                UsageError(f"the gradient of {name} became ready twice in one backward pass (reentrant checkpoint?)")
-            )
-        self._place(name, parameter)
-        self._remaining[group].discard(name)
-        if not self._remaining[group]:
-            self._start(self._schedule.complete(group))
-        else:
-            self._start(self._schedule.poll())
+        if self._tuner is not None:
+            self._tuner.ready(i)
+        try:
+            self._reducer.ready(i)
+        except UsageError as error:
+            self._fail(error)
 
     def _begin(self) -> None:
         self._check_open()
+        if self._tuner is not None and self._tuner.due:
+            assert self._control is not None
+            self.planning = self._tuner.plan(self.plan, self._control, self._wait)
+            self._tuner = None
+            self._use(self.planning.plan)
         self._running = True
         self._finite = None
-
-    def _place(self, name: str, parameter: torch.Tensor) -> None:
-        """Bring a gradient, scaled, to its view; zeros when there is none."""
-        view = self._fusion.views[name]
-        gradient = parameter.grad
-        if gradient is None or self._weight == 0.0:
-            view.zero_()  # not 0·x: a rank without samples may hold NaN
-        elif gradient is view or gradient.data_ptr() == view.data_ptr():
-            view.mul_(self._weight)
-        else:
-            if gradient.is_sparse or gradient.dtype != view.dtype or gradient.shape != view.shape:
-                kind = "sparse" if gradient.is_sparse else describe(gradient)
-                self._fail(UsageError(f"the gradient of {name} is {kind}, expected dense {describe(view)}"))
-            torch.mul(gradient.detach(), self._weight, out=view)
-        if gradient is not None:
-            parameter.grad = view
-
-    def _start(self, runs: list[tuple[int, ...]]) -> None:
-        """Start the collectives of `runs`, in order."""
-        assert self._data is not None
-        for run in runs:
-            for group in run:
-                used = [p.grad is not None for _, p in self._members[group]]
-                self._fusion.write_tail(group, self._weight, used)
-            payload = self._fusion.payload(run)
-            self.counters.collectives += 1
-            self.counters.bytes += payload.numel() * payload.element_size()
-            self._flying.append((run, self._data.allreduce(payload, "sum")))
+        self._reducer.begin(self._weight)
+        self._backward_begun = time.perf_counter()
+        if self._tuner is not None:
+            self._tuner.begin()
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Step 3 of the module's prose; autograd calls it at the end of backward."""
         begun = time.perf_counter()
-        for group, members in enumerate(self._members):
-            if self._remaining[group]:
-                for name, parameter in members:
-                    if name in self._remaining[group]:
-                        self._place(name, parameter)
-                self._remaining[group].clear()
-                self._start(self._schedule.complete(group))
-        for run in self._schedule.finish(lambda handle, what: self._watch.wait(handle, what)):
-            self._start([run])
-        for run, handle in self._flying:
-            self._watch.wait(handle, partial(self._describe_run, run))
-        self._flying.clear()
-        if time.perf_counter() - self._ended > self._watch.timeout_s / 2:
-            self._watch.check(reread=True)  # this rank was away for long: the others may have given it up meanwhile
-        for group, members in enumerate(self._members):
-            self._attach(group, members)
-            self._remaining[group] = {name for name, _ in members}
+        try:
+            self._reducer.finish(self._watch.wait)
+            if time.perf_counter() - self._ended > self._watch.timeout_s / 2:
+                self._watch.check(reread=True)  # away for long: the others may have given this rank up meanwhile
+            self._reducer.attach(self.world_size / self._divisor)
+        except UsageError as error:
+            self._fail(error)
         self._running = False
         self.counters.steps += 1
-        self.counters.groups += len(self.plan)
-        self.counters.cycles = self._schedule.cycles
-        self._ended = time.perf_counter()
+        before, self._ended = self._ended, time.perf_counter()
         self.counters.exposed_s += self._ended - begun
-
-    def _attach(self, group: int, members: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Let `.grad` be the reduced view wherever some rank had a gradient."""
-        weight, used = self._fusion.read_tail(group)
-        whole = self.world_size / self._divisor
-        if not abs(weight - whole) < 0.05 * whole:  # loose: a float16 tail sums many small weights
-            self._fail(
-                UsageError(
-                    f"the ranks' weights add up to {weight:.4g}, expected {whole:.4g}: the n_local given to "
-                    "set_local_batch do not add up to n_global over the ranks"
-                )
-            )
-        for (name, parameter), by_some_rank in zip(members, used, strict=True):
-            if by_some_rank:
-                parameter.grad = self._fusion.views[name]
+        if self._tuner is not None:
+            self._tuner.end(begun, self._ended - begun)
+        if self._timeline is not None:
+            if self._forward_begun > before:
+                self._timeline.add("computation", "forward", self._forward_begun, self._backward_begun)
+            self._timeline.add("computation", "backward", self._backward_begun, begun)
+            self._timeline.add("exposed", "wait for collectives", begun, self._ended)
+            self._timeline.step += 1
 
     def _all_finite(self) -> bool:
         if self._data is None or self._control is None:
@@ -349,7 +342,7 @@ class GroupedAllreduce(nn.Module):
             return all(bool(torch.isfinite(g).all()) for g in gradients)
         self._check_open()
         # min and max carry NaN and infinities; one pass, no temporary.
-        ends = [torch.stack(torch.aminmax(arena)) for arena in self._fusion.arenas]
+        ends = [torch.stack(torch.aminmax(arena)) for arena in self._reducer.buffers.arenas]
         own = all(bool(torch.isfinite(end).all()) for end in ends)
         flag = torch.tensor([int(own)], dtype=torch.int64)
         return bool(self._wait(self._control.allreduce(flag, "and"), "the finite flag").item())
@@ -372,21 +365,15 @@ class GroupedAllreduce(nn.Module):
         if self._running and torch._C._current_graph_task_id() == -1:  # -1: not within a backward pass
             self._fail(UsageError("the previous backward pass did not reach its end: its gradients are half reduced"))
 
-    def _describe_run(self, run: tuple[int, ...]) -> str:
-        names = [name for group in run for name in self.plan.groups[group].names]
-        shown = ", ".join(names[:4]) + (f", … ({len(names)} tensors)" if len(names) > 4 else "")
-        return f"tensor group {', '.join(map(str, run))} of {len(self.plan)} ({shown})"
-
     def _note(self) -> Progress:
         """For the heartbeat thread: reads only, tolerates any moment."""
-        missing = [name for left in list(self._remaining) for name in list(left)]
         phase = "backward" if self._running else "idle"
-        return Progress(step=self.counters.steps, phase=phase, missing=tuple(missing))
+        return Progress(step=self.counters.steps, phase=phase, missing=self._reducer.missing())
 
 
 def _check_options(protocol: str, overlap: str, compression: str | None, timeout_s: float) -> None:
     if protocol not in _PROTOCOLS:
-        raise UsageError(f"protocol {protocol!r} does not exist (yet): choose {' or '.join(_PROTOCOLS)}")
+        raise UsageError(f"protocol {protocol!r} does not exist: choose {', '.join(_PROTOCOLS)}")
     if overlap != "backward":
         raise UsageError(f"overlap {overlap!r} does not exist (yet): choose backward")
     if compression is not None:

@@ -63,16 +63,25 @@ class FusionBuffers:
         """The arena in which a tensor group lies."""
         return self._slices[group].arena
 
+    def gradients_of(self, group: int) -> torch.Tensor:
+        """The flat slice that holds a group's gradients, one after the other, without the tail."""
+        place = self._slices[group]
+        return self.arenas[place.arena][place.start : place.tail]
+
     def payload(self, groups: Sequence[int]) -> torch.Tensor:
         """The contiguous slice that carries `groups`, neighbours as `runs_of` gives them."""
         first, last = self._slices[groups[0]], self._slices[groups[-1]]
         return self.arenas[first.arena][first.start : last.stop]
 
-    def write_tail(self, group: int, weight: float, used: Sequence[bool]) -> None:
-        """Fill a group's control tail before it travels."""
+    def write_tail(self, group: int, weight: float, used: Sequence[bool] | None = None) -> None:
+        """Fill a group's control tail before it travels; `used` None: every tensor has a gradient."""
         place = self._slices[group]
         tail = self.arenas[place.arena][place.tail : place.stop]
-        tail.copy_(torch.tensor([weight, *map(float, used)], dtype=tail.dtype))
+        if used is None:
+            tail.fill_(1.0)
+            tail[0] = weight
+        else:
+            tail.copy_(torch.tensor([weight, *map(float, used)], dtype=tail.dtype))
 
     def read_tail(self, group: int) -> tuple[float, list[bool]]:
         """The reduced tail: sum of weights, and for each tensor whether any rank had a gradient."""

@@ -12,6 +12,7 @@ How to cut the chains:
 - `ByLayerBlocks`: a group for each block of the network (the way of the seed paper, arXiv 1909.11150, section on
   computational-graph-aware grouping). A tensor belongs to the block that its module path names, component by
   component: `layer1` never swallows `layer10`.
+- `Optimal`: whatever ends soonest, from measured times (`exitwave.train.allreduce.optimal`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "ByLayerBlocks",
     "GroupPlan",
     "Grouping",
+    "Optimal",
     "TensorGroup",
     "TensorInfo",
     "assign_blocks",
@@ -179,19 +181,42 @@ class ByLayerBlocks:
         return "layer-blocks"
 
 
+@dataclass(frozen=True)
+class Optimal:
+    """Start as `bytes`; once a few steps are measured, the plan that ends soonest (`optimal` makes it)."""
+
+    max_mb: float = 50.0  # MB of 2**20 bytes that one group may hold; a larger tensor travels alone
+    tolerance: float = 0.002  # of the predicted end; within it, fewer groups are better
+
+    def __post_init__(self) -> None:
+        if not self.max_mb > 0:
+            raise UsageError(f"grouping optimal: the maximum size must be positive, got {self.max_mb} MB")
+
+    def cut(self, chain: Sequence[TensorInfo], *, whole: int) -> list[list[TensorInfo]]:
+        return ByBytes(min(ByBytes().cap_mb, self.max_mb)).cut(chain, whole=whole)
+
+    def __str__(self) -> str:
+        return f"optimal:{self.max_mb:g}"
+
+
 def parse_grouping(text: str) -> Grouping:
-    """`bytes`, `bytes:25` (cap in MB), `count`, `count:8`, `layer-blocks`. Raises `UsageError` for others."""
+    """`bytes`, `bytes:25` (cap in MB), `count:8`, `layer-blocks`, `optimal`, `optimal:50` (maximum size in MB).
+
+    Raises `UsageError` for others.
+    """
     kind, _, detail = text.partition(":")
     try:
         if kind == "bytes":
             return ByBytes(float(detail)) if detail else ByBytes()
         if kind == "count":
             return ByCount(int(detail)) if detail else ByCount()
+        if kind == "optimal":
+            return Optimal(float(detail)) if detail else Optimal()
         if text == "layer-blocks":
             return ByLayerBlocks()
     except ValueError:
         raise UsageError(f"grouping {text!r}: {detail!r} is not a number; for example bytes:25 or count:8") from None
-    raise UsageError(f"grouping {text!r} does not exist (yet): choose bytes, bytes:CAP_MB, layer-blocks or count:N")
+    raise UsageError(f"grouping {text!r} does not exist: choose optimal, bytes, bytes:CAP_MB, layer-blocks or count:N")
 
 
 def plan_groups(tensors: Sequence[TensorInfo], grouping: Grouping) -> GroupPlan:

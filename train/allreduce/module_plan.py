@@ -12,7 +12,7 @@ from exitwave.train.allreduce import groups
 from exitwave.train.allreduce.agreement import describe
 from exitwave.train.allreduce.groups import GroupPlan
 
-__all__ = ["plan_module"]
+__all__ = ["plan_module", "tensor_infos"]
 
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -31,7 +31,7 @@ def plan_module(
             raise UsageError(f"{name} is {describe(parameter)}: gradients of this dtype cannot be averaged")
     if not trainable:
         raise UsageError("the module has no parameter that requires a gradient: nothing to reduce")
-    infos = _tensor_infos(module, trainable)
+    infos = tensor_infos(module, trainable)
     if not isinstance(grouping, GroupPlan):
         return groups.plan_groups(infos, groups.parse_grouping(grouping) if isinstance(grouping, str) else grouping)
     planned = {name: (group.dtype, group.device) for group in grouping.groups for name in group.names}
@@ -44,7 +44,8 @@ def plan_module(
     return grouping
 
 
-def _tensor_infos(module: nn.Module, trainable: Mapping[str, torch.Tensor]) -> list[groups.TensorInfo]:
+def tensor_infos(module: nn.Module, trainable: Mapping[str, torch.Tensor]) -> list[groups.TensorInfo]:
+    """What the planner has to know of the `trainable` parameters, in their order."""
     holders = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     containers = frozenset(path for path, child in module.named_modules() if path and type(child) in holders)
     blocks = groups.assign_blocks(list(trainable), containers)

@@ -5,6 +5,7 @@ groups to reduce by one collective now. All ranks receive the same runs in the s
 in.
 
 - `StaticSchedule`: the plan's order is the schedule. A group waits for all groups before it. No message is sent.
+- `CoordinatorSchedule` (in `coordinator`): rank 0 decides.
 - `BitvectorSchedule`: ranks agree by cycles of `negotiation`, one begun by each completed group. In one backward pass
   every rank completes every group once (what has no gradient is completed at the end, as zeros), so all ranks take
   part in the same number of cycles, none of which blocks the backward pass: their results are looked at as they come.
@@ -24,7 +25,7 @@ from exitwave.train.allreduce.fusion import runs_of
 from exitwave.train.allreduce.groups import GroupPlan
 from exitwave.train.transport import Handle, Transport
 
-__all__ = ["BitvectorSchedule", "Schedule", "StaticSchedule", "plan_requests"]
+__all__ = ["BitvectorSchedule", "Run", "Schedule", "StaticSchedule", "Wait", "plan_requests"]
 
 Run = tuple[int, ...]
 Wait = Callable[[Handle[torch.Tensor], Callable[[], str]], torch.Tensor]
@@ -33,7 +34,8 @@ Wait = Callable[[Handle[torch.Tensor], Callable[[], str]], torch.Tensor]
 class Schedule(Protocol):
     """One protocol's answer to "what may be reduced now"; used from one backward pass to the next."""
 
-    cycles: int  # control messages so far
+    cycles: int  # negotiations so far
+    polls: bool  # whether `poll` between completions can tell anything new
 
     def complete(self, group: int) -> list[Run]:
         """Tensor group `group` is complete on this rank; what may be reduced now."""
@@ -47,6 +49,8 @@ class Schedule(Protocol):
 
 class StaticSchedule:
     """The plan's order, without a message."""
+
+    polls = False
 
     def __init__(self, n_groups: int) -> None:
         self.cycles = 0
@@ -81,6 +85,8 @@ class _Cycle:
 
 class BitvectorSchedule:
     """Agreement by AND of bit vectors, cycles pipelined behind the backward pass."""
+
+    polls = True
 
     def __init__(
         self, control: Transport, requests: Sequence[tuple[negotiation.Request, ...]], arena_of: Sequence[int]

@@ -1,0 +1,171 @@
+"""Two ranks and the link between them, for benchmarks: loopback, or network namespaces whose link is slowed down.
+
+A slow link is a veth pair between two namespaces with a token bucket (`tc tbf`) at both ends; making it needs root.
+Whatever happens, processes and namespaces go: they are removed on the way out, the ranks ask the kernel to die with
+their parent, and namespaces that a killed benchmark left behind are removed by the next one (their name carries its
+process id).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import ExitwaveError, UsageError
+
+__all__ = ["LINKS", "Link", "open_link", "terminated_as_interrupt"]
+
+LINKS: dict[str, str | None] = {"loopback": None, "1gbit": "1gbit", "400mbit": "400mbit"}  # name -> rate for tc
+_PREFIX = "exitwave-bench"
+_DEVICE = "exw0"  # in either namespace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Where the two ranks run: the command prefix of each, rank 0's address and the network device."""
+
+    prefixes: tuple[tuple[str, ...], tuple[str, ...]]
+    address: str
+    device: str
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def run(self, module: str, arguments: Sequence[str], *, limit_s: float) -> None:
+        """Run `module` as both ranks until both have ended. Raises `ExitwaveError` with their words if one fails."""
+        settings = ["env", f"GLOO_SOCKET_IFNAME={self.device}", "OMP_NUM_THREADS=1"]
+        with contextlib.ExitStack() as stack:
+            logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+            port = str(_free_port())
+            for rank, prefix in enumerate(self.prefixes):
+                place = ["--rank", str(rank), "--address", self.address, "--port", port, "--parent", str(os.getpid())]
+                self.children.append(
+                    subprocess.Popen(
+                        [*prefix, *settings, sys.executable, "-m", module, *place, *arguments],
+                        stdin=subprocess.DEVNULL,
+                        stdout=logs[rank],
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+            try:
+                failed = self._wait(time.monotonic() + limit_s)
+            finally:
+                self.stop()
+            if failed is not None:
+                logs[failed].seek(0)
+                raise ExitwaveError(
+                    f"the benchmark's rank {failed} failed or took more than {limit_s:.0f} s:\n"
+                    f"{logs[failed].read().decode(errors='replace')[-3000:]}"
+                )
+
+    def _wait(self, until: float) -> int | None:
+        """None when both ended well, else the rank that did not."""
+        while any(child.poll() is None for child in self.children):
+            for rank, child in enumerate(self.children):
+                if child.poll() not in (None, 0) or time.monotonic() > until:
+                    return rank
+            time.sleep(0.05)
+        return next((rank for rank, child in enumerate(self.children) if child.returncode), None)
+
+    def stop(self) -> None:
+        """End what still runs."""
+        for child in self.children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        self.children.clear()
+
+
+@contextlib.contextmanager
+def open_link(name: str) -> Iterator[Link]:
+    """The link `name` of `LINKS`. Raises `UsageError`, with what is missing, where it cannot be made."""
+    rate = LINKS[name]
+    if rate is None:
+        yield Link(prefixes=((), ()), address="127.0.0.1", device="lo")
+        return
+    if os.geteuid() != 0:
+        raise UsageError("network namespaces need root")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise UsageError(f"needs the command {' and '.join(missing)} (iproute2)")
+    _sweep()
+    ends = [f"{_PREFIX}-{os.getpid()}-{side}" for side in "ab"]
+    try:
+        _make(ends, rate)
+        yield Link(
+            prefixes=(("ip", "netns", "exec", ends[0]), ("ip", "netns", "exec", ends[1])),
+            address="10.213.7.1",
+            device=_DEVICE,
+        )
+    finally:
+        for end in ends:
+            subprocess.run(["ip", "netns", "del", end], capture_output=True)
+
+
+def _make(ends: Sequence[str], rate: str) -> None:
+    """Two namespaces, joined; the veth pair goes with them."""
+    for end in ends:
+        _ip("netns", "add", end)
+    _ip("-n", ends[0], "link", "add", _DEVICE, "type", "veth", "peer", "name", _DEVICE, "netns", ends[1])
+    for host, end in enumerate(ends, start=1):
+        _ip("-n", end, "addr", "add", f"10.213.7.{host}/24", "dev", _DEVICE)
+        _ip("-n", end, "link", "set", "lo", "up")
+        _ip("-n", end, "link", "set", _DEVICE, "up")
+        # The burst holds a few segments as the kernel hands them over (64 KiB); the queue, 50 ms.
+        shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        _call(["ip", "netns", "exec", end, "tc", "qdisc", "add", "dev", _DEVICE, *shape])
+
+
+def _ip(*arguments: str) -> None:
+    _call(["ip", *arguments])
+
+
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UsageError(f"the link cannot be made here: `{' '.join(command)}`: {done.stderr.strip()}")
+
+
+def _sweep() -> None:
+    """Remove namespaces of benchmarks whose process is no more."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    for line in listed.splitlines():
+        name = line.split()[0] if line.strip() else ""
+        parts = name.removeprefix(f"{_PREFIX}-").split("-")
+        if name.startswith(f"{_PREFIX}-") and parts[0].isdigit() and not Path(f"/proc/{parts[0]}").exists():
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def terminated_as_interrupt() -> Iterator[None]:
+    """Within, SIGTERM raises `KeyboardInterrupt`, so that what is open is closed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,56 @@
+"""The verb `bench`: benchmarks, with every peer measured in the same run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
+
+
+@verb(
+    "bench",
+    panel=HELP,
+    purpose="Measure exitwave beside its peers, in one run.",
+    more="allreduce: step times of the gradient engine beside DistributedDataParallel's with five bucket sizes, two "
+    "ranks, over the loopback interface and over links of 1 Gbit/s and 400 Mbit/s. The slower links are made of "
+    "network namespaces and need root; without it they are skipped, and said so.",
+    example="exitwave bench allreduce\n"
+    "exitwave bench allreduce --link loopback --model fc-densenet-tiny --seconds 60 --json",
+    then="Compare the ratios, not the times: machines differ.",
+    codes="0 measured, whether or not the targets hold; 1 a rank failed; 2 no such benchmark; 75 stopped.",
+)
+def bench(
+    what: Annotated[str, typer.Argument(metavar="allreduce", help="What to measure.")],
+    link: Annotated[
+        list[str] | None, typer.Option("--link", metavar="NAME", help="loopback, 1gbit, 400mbit; all by default.")
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="NAME", help="fc-densenet-tiny, fc-densenet-small, small-tensors-1000; all by default."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=1.0, help="To measure each model on each link, after warming up.")
+    ] = 20.0,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    import json as codec
+
+    from exitwave.ingest.errors import UsageError
+
+    if what != "allreduce":
+        raise UsageError(f"bench: {what!r} does not exist: choose allreduce")
+    from exitwave.train.allreduce.bench import run_bench, table
+
+    def say(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    document = run_bench(links=link, models=model, seconds=seconds, say=say)
+    print(codec.dumps(document, indent=1) if json else table(document))

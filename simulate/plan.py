@@ -317,15 +317,8 @@ def _warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[s
     from exitwave.simulate.distributions import bounds
     from exitwave.simulate.physics import wavelength_A
 
-    low_keV, high_keV = bounds(spec.sampling.energy_keV)
-    finest = min(2.0 * spec.detector.max_q(wavelength_A(e)) / max(spec.detector.shape) for e in (low_keV, high_keV))
-    coarse = [s.source for s in structures if 1.0 / min(s.extent_yx_A) > finest / 2.0]
-    if coarse:
-        yield (
-            f"{len(coarse)} structure(s), {coarse[0]} first: pixels of {finest:.3f} /Å are narrower than "
-            f"two points of the cell's own lattice; cell.min_extent_A of {math.ceil(2.0 / finest)} would avoid that "
-            "patterns show the supercell"
-        )
+    _, high_keV = bounds(spec.sampling.energy_keV)
+    yield from _ripple_warning(spec, structures)
     step = spec.scan.step_A
     field = step * max(spec.scan.shape)
     small = [s for s in structures if min(s.extent_yx_A) < field]
@@ -344,3 +337,34 @@ def _warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[s
     if strained:
         worst = max(strained, key=lambda s: s.strain)
         yield f"{len(strained)} structure(s) are strained to be orthogonal, {worst.source} the most: {worst.strain:.2%}"
+
+
+def _ripple_warning(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[str]:
+    """Supercells too small for the detector: points in q coarser than half a pixel print a ripple onto flat discs."""
+    from exitwave.simulate.detector import flat_field_ripple
+    from exitwave.simulate.distributions import bounds
+    from exitwave.simulate.physics import wavelength_A
+
+    widths = [2.0 * spec.detector.max_q(wavelength_A(e)) for e in sorted(set(bounds(spec.sampling.energy_keV)))]
+    found: dict[str, tuple[float, float, float]] = {}  # label -> ripple, 1 / L, Q
+    for s in structures:
+        rows = [
+            (flat_field_ripple(extent, width / pixels, pixels), 1.0 / extent, width / pixels)
+            for width in widths
+            for extent, pixels in zip(s.extent_yx_A, spec.detector.shape, strict=True)
+            if 1.0 / extent > width / pixels / 2.0 * (1.0 + 1e-9)
+        ]
+        if rows:
+            found[f"{s.source} along [{' '.join(map(str, s.zone_axis))}]"] = max(rows)
+    if not found:
+        return
+    labels = sorted(found, key=lambda label: -found[label][0])
+    names = ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+    ripple, point, pixel = found[labels[0]]
+    enough = 2.0 * max(spec.detector.shape) / min(widths)
+    yield (
+        f"{len(labels)} structure(s) have a supercell too small for the detector's pixels ({names}): flat discs will "
+        f"ripple by up to {100 * ripple:.0f} % along an axis. 1/L is {point:.4f} /Å, at most half a pixel, "
+        f"Q/2 = {pixel / 2:.4f} /Å, expected; cell.min_extent_A of {math.ceil(10 * enough - 1e-6) / 10:g} does that, "
+        "and leaves 8 % at most"
+    )

@@ -144,6 +144,7 @@ def simulate_campaign(
         )
     document = as_document(result)
     document["dataset"] = str(out)
+    document["warnings"] = list(planned.plan.warnings)
     words = [f"{planned.plan.n_samples if not document['failed'] else document['samples']} samples in {out}"]
     whole = rejected_structures([{"source": r.source, "why": r.why} for r in planned.plan.rejected])
     if whole:

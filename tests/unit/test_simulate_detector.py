@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitwave.simulate.detector import overlap_matrix, pixel_frequencies, resample
+from exitwave.simulate.detector import flat_field_ripple, overlap_matrix, pixel_frequencies, resample
 
 
 @given(
@@ -43,6 +43,21 @@ def test_axes_are_rows_then_columns() -> None:
     out = resample(intensity, rows, columns)
     assert out.shape == (3, 8, 10)
     assert out[0].sum(axis=1).argmax() == 4 and out[0].sum(axis=0).argmax() == 6
+
+
+@pytest.mark.parametrize(("n", "ripple"), [(1.2, 0.14), (1.5, 0.22), (2.0, 0.0), (2.5, 0.08), (3.0, 0.0), (3.5, 0.041)])
+def test_a_flat_field_ripples_where_points_are_coarse(n: float, ripple: float) -> None:
+    """`n` points of the grid in a pixel: what is told equals what a flat pattern shows, and is what it says."""
+    told = flat_field_ripple(n / 0.075, 0.075, 32)
+    assert told == pytest.approx(ripple, abs=0.003)
+    matrix = overlap_matrix(200, n / 0.075, 32, 0.075)
+    line = resample(np.ones((200, 200)), matrix, matrix)[16]
+    assert np.ptp(line) / line.mean() == pytest.approx(told, abs=1e-9)
+
+
+def test_beyond_half_a_pixel_the_ripple_is_small() -> None:
+    assert max(flat_field_ripple(n / 0.06, 0.06, 64) for n in np.arange(2, 3, 0.02)) <= 0.0801
+    assert max(flat_field_ripple(n / 0.06, 0.06, 64) for n in np.arange(3, 8, 0.02)) <= 0.041
 
 
 def test_two_cells_of_one_crystal_look_alike() -> None:

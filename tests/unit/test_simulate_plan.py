@@ -18,6 +18,7 @@ from sim_samples import DATA, campaign, plan
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.cost import calibrate
+from exitwave.simulate.detector import flat_field_ripple
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.simulate.spec import CampaignSpec, SplitSpec
 from exitwave.simulate.splits import SplitUnit, assign_splits
@@ -168,6 +169,17 @@ def test_a_scan_beyond_the_periodic_cell_is_warned_of() -> None:
     assert not any("repeat sooner" in text for text in plan().warnings)
     told = " ".join(plan(scan={"shape": [2, 2], "step_A": 60}).warnings)
     assert "3 structure(s) are scanned over 120 Å but repeat sooner" in told and "cell.min_extent_A of 120" in told
+
+
+def test_a_supercell_too_small_for_the_pixels_is_warned_of_with_its_ripple_and_cure() -> None:
+    changes: dict[str, Any] = {"detector": {"shape": [32, 32], "max_q_per_A": 1.2}}
+    (told,) = [text for text in plan(**changes).warnings if "ripple" in text]
+    assert "3 structure(s)" in told and "library:Si.cif along [0 0 1]" in told
+    assert "Q/2 = 0.0375 /Å" in told and "cell.min_extent_A of 26.7 does that" in told
+    worst = max(flat_field_ripple(s.extent_yx_A[0], 0.075, 32) for s in plan(**changes).structures)
+    assert f"ripple by up to {100 * worst:.0f} %" in told and worst > 0.05
+    cured = plan(**changes, cell={"min_extent_A": 26.7})
+    assert not any("ripple" in text for text in cured.warnings)
 
 
 def test_the_defaults_fit_each_other_for_every_shipped_structure_at_any_usual_energy() -> None:

@@ -162,7 +162,7 @@ def test_the_quickstart_is_what_was_promised() -> None:
     }
     assert len(formulas["train"]) >= 12 and len(formulas["test"]) == 4
     assert not formulas["train"] & (formulas["test"] | formulas["val"])
-    assert plan.n_samples >= 256 and plan.rejected == ()
+    assert plan.n_samples >= 256 and plan.rejected == () and plan.warnings == ()
     assert max(max(s.grid_yx) for s in plan.samples()) <= 128
     assert {s.recipe.scan.shape for s in plan.samples()} == {(8, 8)}
     assert max(max(s.structure.extent_yx_A) for s in plan.samples()) <= 50

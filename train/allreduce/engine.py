@@ -113,6 +113,8 @@ class GroupedAllreduce(nn.Module):
         self._hooks: list[Any] = []
         self._data: Transport | None = None
         self._control: Transport | None = None
+        if transports is None:
+            _refuse_ranks_that_never_met()
         if transports is None and dist.is_available() and dist.is_initialized() and _size(process_group) > 1:
             data = TorchTransport(process_group, timeout_s=timeout_s, label="data")
             transports = (
@@ -369,6 +371,15 @@ class GroupedAllreduce(nn.Module):
         """For the heartbeat thread: reads only, tolerates any moment."""
         phase = "backward" if self._running else "idle"
         return Progress(step=self.counters.steps, phase=phase, missing=self._reducer.missing())
+
+
+def _refuse_ranks_that_never_met() -> None:
+    """Started by torchrun, without a process group: every rank would train a model of its own, without a word."""
+    if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
+        raise UsageError(
+            "this process was started by torchrun, but the ranks have not met: call "
+            'torch.distributed.init_process_group("gloo") before GroupedAllreduce'
+        )
 
 
 def _check_options(protocol: str, overlap: str, compression: str | None, timeout_s: float) -> None:

@@ -14,9 +14,11 @@ from rich.console import Console
 from exitwave.ingest import load_manifest
 from exitwave.ingest.errors import UsageError
 from exitwave.workflows import cli
+from exitwave.workflows.campaigns import _workers_line
 from exitwave.workflows.datasets import completeness, find_dataset, require_split
 from exitwave.workflows.inspecting import reciprocal_extent
 from exitwave.workflows.rejections import grouped, rejected_structures
+from exitwave.workflows.session import open_session
 from exitwave.workflows.tables import plan_table, sample_table, verify_table
 
 RADIUS = "{} of 4 samples: the probe's radius of {} Å exceeds a quarter of the cell (4.0 Å); C30_A of 0 would do"
@@ -109,3 +111,17 @@ def test_other_folders_are_named_for_what_they_are(tmp_path: Path, capsys: pytes
         find_dataset(tmp_path)
     with pytest.raises(UsageError, match="no such folder"):
         find_dataset(tmp_path / "absent")
+
+
+def test_the_dashboard_is_named_at_the_start() -> None:
+    event = {"workers": 2, "cluster": "local", "dashboard": "http://127.0.0.1:8787/status"}
+    assert _workers_line(event) == "2 workers (local); dashboard: http://127.0.0.1:8787/status"
+    assert _workers_line({"workers": 1, "cluster": "inline", "dashboard": None}) == "1 worker (inline)"
+
+
+@pytest.mark.parametrize(("json_", "quiet", "said"), [(False, False, True), (True, False, False), (False, True, False)])
+def test_what_is_next_is_for_people(json_: bool, quiet: bool, said: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    with open_session(json=json_, quiet=quiet) as session:
+        session.hint("exitwave report RUN")
+    out, err = capfd.readouterr()
+    assert out == "" and ("Next: exitwave report RUN" in err) == said

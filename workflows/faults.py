@@ -141,11 +141,14 @@ def _show(value: Any, limit: int = 60) -> str:
         text = "the keys " + ", ".join(str(k) for k in value)
     elif value is None:
         text = "nothing"
-    elif isinstance(value, tuple):  # a list of the file
-        text = repr(list(value))
     else:
-        text = repr(value)
+        text = repr(_as_lists(value))
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _as_lists(value: Any) -> Any:
+    """The lists that stand in the file, where a model has made tuples of them."""
+    return list(map(_as_lists, value)) if isinstance(value, tuple) else value
 
 
 def _quoted(text: str) -> list[str]:

@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-from exitwave.ingest.errors import DamagedDataError
+from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError
+from exitwave.ingest.files import disk_full_means_interrupted
 from exitwave.train.mesh import Ranks
 
 __all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "sweep_checkpoints"]
@@ -51,19 +53,21 @@ def save_checkpoint(
 ) -> Path:
     """Writes the checkpoint of `progress.step` below `folder`; every rank calls it. See the module's docstring.
 
-    An error on rank 0 (no space, say) is raised by all ranks.
+    An error on any rank is raised by all, and the half-written folder is gone; a full disk is InterruptedRunError.
     """
     final = folder / f"step-{progress.step:08d}"
     part = folder / f".{final.name}.part"
-    ranks.from_first(lambda: _make_clean(part))
+    state = _state(module, optimizer)
+    ranks.from_first(lambda: _or_clear(part, lambda: _make_clean(part)))
     error: Exception | None = None
     try:
         with _quiet():
-            save_parts(_state(module, optimizer), checkpoint_id=part, process_group=ranks.process_group)
-    except OSError as caught:
-        error = caught
+            save_parts(state, checkpoint_id=part, process_group=ranks.process_group)
+    except (OSError, CheckpointException) as caught:
+        error = _explained(caught, part)
+        shutil.rmtree(part, ignore_errors=True)
     ranks.agree(error=error)
-    ranks.from_first(lambda: _finish(part, final, progress, keep))
+    ranks.from_first(lambda: _or_clear(part, lambda: _finish(part, final, progress, keep)))
     return final
 
 
@@ -101,6 +105,28 @@ def sweep_checkpoints(folder: Path) -> None:
 def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(module, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _or_clear(part: Path, work: Callable[[], None]) -> None:
+    """Does `work`; where that fails, `part` does not stay behind to hold the space that lacks."""
+    try:
+        with disk_full_means_interrupted(part.parent):
+            work()
+    except Exception:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _explained(error: BaseException, part: Path) -> Exception:
+    """What stopped the writing. torch wraps a full disk in errors of its own, some without its number."""
+    written = sum(path.stat().st_size for path in part.glob("*"))
+    # what is written is thrown away: a disk with less than that left had no room for the rest
+    if "No space left" in str(error) or shutil.disk_usage(part.parent).free <= max(written, 1 << 20):
+        return InterruptedRunError(
+            f"{part.parent}: no space left on the device for a checkpoint. Free some space, then run the same command "
+            "again: it continues from the last checkpoint."
+        )
+    return ExitwaveError(f"{part.parent}: a checkpoint could not be written: {error}")
 
 
 def _make_clean(part: Path) -> None:

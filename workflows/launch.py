@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -36,6 +37,7 @@ from exitwave.workflows.session import Session
 __all__ = ["evaluate_run", "locked", "make_folder", "start_ranks", "train_with_ranks", "training_document"]
 
 _POLL_S = 0.2
+_NO_ROOM_BYTES = 64 << 10
 _ERRORS: dict[int, type[ExitwaveError]] = {
     2: UsageError,
     3: DamagedDataError,
@@ -275,6 +277,11 @@ def _why(out: Path, code: int, *, stopped: bool, since: int = 0) -> ExitwaveErro
         return kind(message)
     if stopped:
         return InterruptedRunError(f"{out}: the training was stopped before it could write another checkpoint.")
+    if not killed and shutil.disk_usage(out).free < _NO_ROOM_BYTES:  # the ranks had no room to say so themselves
+        return InterruptedRunError(
+            f"{out}: the disk is full. Free some space, then give the same command again; it goes on from the last "
+            "checkpoint."
+        )
     what = f"{killed} (out of memory, or by somebody)" if killed else f"the ranks ended with exit code {code}"
     return ExitwaveError(
         f"training: {what}. All that the ranks printed is in {log}. The same command goes on from the last checkpoint."

@@ -186,6 +186,24 @@ def test_a_full_disk_in_mid_run_is_resumable(small_disk: Path, tmp_path: Path) -
     assert len({e["shard_id"] for e in before}) == len(before) == 16
 
 
+@pytest.mark.parametrize("left_B", [120_000, 20_000], ids=["for-half-a-checkpoint", "for-next-to-nothing"])
+def test_a_full_disk_in_training_is_resumable(
+    dataset: tuple[Path, Path], small_disk: Path, tmp_path: Path, left_B: int
+) -> None:
+    path, data = dataset
+    run, filler = small_disk / "run", small_disk / "filler"
+    filler.write_bytes(bytes((1 << 20) - left_B))
+    command = ("train", path, "--data", data, "--out", run, "--ranks", 2, "--set", "steps=6")
+    done = exitwave(*command)
+    assert done.returncode == 75, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "no space left" in done.stderr or "the disk is full" in done.stderr
+    assert [p.name for p in run.rglob("*.part")] == []
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    assert exitwave(*command).returncode == 0
+    assert (run / "model.pt").exists()
+
+
 def test_a_closed_pipe_is_no_error(dataset: tuple[Path, Path]) -> None:
     _, data = dataset
     command = f"exec 2>&1; {sys.executable} -m exitwave.workflows inspect {data} | head -1; echo ${{PIPESTATUS[0]}}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import FileLock, write_atomic
+from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 
 __all__ = ["Lease", "lease_holder"]
 
@@ -43,7 +44,7 @@ class Lease:
                 f"pid {holder.get('pid', 'unknown')}. Wait for it, or stop it; nothing was started."
             )
         try:
-            self.epoch = int(_read(self.root).get("epoch", 0)) + 1
+            self.epoch = max(_told_epoch(self.root), _manifest_epoch(self.root)) + 1
             content = {
                 "epoch": self.epoch,
                 "host": socket.gethostname(),
@@ -65,9 +66,19 @@ class Lease:
 def _read(root: Path) -> dict[str, Any]:
     try:
         content = json.loads((root / LEASE_NAME).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _told_epoch(root: Path) -> int:
+    epoch = _read(root).get("epoch")
+    return epoch if isinstance(epoch, int) else 0
+
+
+def _manifest_epoch(root: Path) -> int:
+    """The last epoch that was written with: a lease that was lost or damaged must not set the count back."""
+    return load_manifest(root).epoch if (root / MANIFEST_NAME).exists() else 0
 
 
 def lease_holder(root: Path) -> dict[str, Any] | None:

@@ -91,13 +91,17 @@ def _load(dataset: Path) -> tuple[dict[str, Any], list[TaskState], list[dict[str
     path = dataset / PLAN_NAME
     try:
         plan = json.loads(path.read_text())
+        tasks = [
+            {**t, "task": str(t["task"]), "shard_id": str(t["shard_id"]), "samples": int(t["samples"])}
+            for t in plan["tasks"]
+        ]
     except FileNotFoundError:
         raise UsageError(f"{path}: not found; {dataset} was not made by `exitwave simulate`") from None
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{path}: damaged ({error}); run `exitwave simulate` again, it writes it anew") from None
     events = read_events(dataset / "events.jsonl")
     holder = lease_holder(dataset)
-    states = replay(plan["tasks"], (s.shard_id for s in manifest.shards), events, alive=holder is not None)
+    states = replay(tasks, (s.shard_id for s in manifest.shards), events, alive=holder is not None)
     return plan, states, events, holder
 
 

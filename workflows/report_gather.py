@@ -52,7 +52,7 @@ def _pipeline(run: Path) -> ReportData:
     events = read_events(run / "events.jsonl")
     dataset = run / "dataset"
     data = open_dataset(dataset, cache=run / "cache") if (dataset / MANIFEST_NAME).exists() else None
-    configuration = (run / "pipeline.yaml").read_text(encoding="utf-8")
+    configuration = (run / "pipeline.yaml").read_text(encoding="utf-8", errors="replace")
     return _whole(
         title=_name(configuration) or run.name,
         train=run / "train",
@@ -67,7 +67,9 @@ def _pipeline(run: Path) -> ReportData:
 def _training(run: Path) -> ReportData:
     path = run / "train.yaml"
     configuration = (
-        path.read_text(encoding="utf-8") if path.exists() else (run / "train.json").read_text(encoding="utf-8")
+        path.read_text(encoding="utf-8", errors="replace")
+        if path.exists()
+        else (run / "train.json").read_text(encoding="utf-8", errors="replace")
     )
     return _whole(
         title=run.name, train=run, dataset=None, data=None, events=(), configuration=configuration, folder=run
@@ -135,7 +137,7 @@ def _dataset(folder: Path) -> ReportData:
     events = read_events(folder / "events.jsonl")
     structures = structure_rows(data.manifest)
     path = folder / "campaign.yaml"
-    configuration = path.read_text(encoding="utf-8") if path.exists() else ""
+    configuration = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     rejected, failures = _rejected(folder), _failures(folder)
     words = f"{len(data)} samples of {len(structures)} structures are committed"
     words += f"; {len(rejected)} rejected" if rejected else ""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ingest_samples import make_dataset, write_shard
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.manifest import ManifestWriter
 from exitwave.simulate.campaign import _differences
 from exitwave.simulate.cluster import classify
+from exitwave.simulate.lease import Lease
 from exitwave.simulate.state import campaign_status, replay
 
 TASKS = [{"task": f"t{k}", "shard_id": f"s{k}", "samples": 2, "structures": ["Si"]} for k in range(4)]
@@ -52,6 +56,24 @@ def test_a_failure_keeps_its_reason_and_attempts() -> None:
 def test_status_of_nothing_is_refused(tmp_path: Any) -> None:
     with pytest.raises(UsageError):
         campaign_status(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"tasks": [{"task": 1}]}', '{"tasks": 3}', "[" * 100_000, "not JSON"])
+def test_a_damaged_plan_is_named(tmp_path: Path, text: str) -> None:
+    root = make_dataset(tmp_path / "d", "t")
+    (root / "plan.json").write_text(text)
+    with pytest.raises(UsageError, match=r"plan\.json: damaged .*writes it anew"):
+        campaign_status(root)
+
+
+@pytest.mark.parametrize("text", ["", '{"epoch": "abc"}', "[]", "[" * 100_000, '{"epoch": 1}'])
+def test_a_damaged_lease_never_sets_the_epoch_back(tmp_path: Path, text: str) -> None:
+    root = make_dataset(tmp_path / "d", "t")
+    with ManifestWriter(root, epoch=7) as manifest:
+        manifest.commit(write_shard(root, 5), split="train", producer={})
+    (root / "lease").write_text(text)
+    with Lease(root) as lease:
+        assert lease.epoch == 8
 
 
 def test_differences_are_told_by_key() -> None:

@@ -96,6 +96,8 @@ class _Stager:
                     folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
                 raise UsageError(f"{self.home}: part of this path is a file, expected a folder for the cache") from None
+            except FileNotFoundError:  # as /proc answers
+                raise UsageError(f"{self.home}: no folder for the cache can be made there; choose another") from None
             lock = FileLock(self.home / "stager.lock")
             while not lock.acquire():
                 self._check_stop()

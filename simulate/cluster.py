@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import pickle
+import re
 import tempfile
 import threading
 import time
@@ -65,6 +66,14 @@ class Cluster(Protocol):
     def close(self) -> None: ...
 
 
+_ADDRESS = re.compile(r"(tcp|tls)://[^\s/]+:[0-9]{1,5}")
+
+
+def is_cluster_name(name: str) -> bool:
+    """Whether `make_cluster` knows the name; whether anybody answers at an address is not asked."""
+    return name in ("inline", "local") or _ADDRESS.fullmatch(name) is not None
+
+
 def make_cluster(name: str, *, workers: int | None = None) -> Cluster:
     """A cluster by the name given on the command line; not yet started. `workers` defaults to one a core."""
     if workers is not None and workers < 1:
@@ -75,9 +84,9 @@ def make_cluster(name: str, *, workers: int | None = None) -> Cluster:
         return InlineCluster()
     if name == "local":
         return LocalCluster(workers or _usable_cores())
-    if name.startswith(("tcp://", "tls://")):
+    if _ADDRESS.fullmatch(name):
         return ExistingCluster(name)
-    raise UsageError(f"--cluster {name}: inline, local, or the address of a scheduler (tcp://…, tls://…) expected")
+    raise UsageError(f"--cluster {name}: inline, local, or the address of a scheduler (tcp://HOST:PORT) expected")
 
 
 def _usable_cores() -> int:
@@ -241,15 +250,21 @@ class LocalCluster(_DaskCluster):
         # One folder for all: Dask sweeps from it what killed processes left.
         scratch = Path(tempfile.gettempdir()) / f"exitwave-dask-{os.getuid()}"
         scratch.mkdir(mode=0o700, exist_ok=True)
-        self._cluster = distributed.LocalCluster(
-            n_workers=self.n_workers,
-            threads_per_worker=1,
-            processes=True,
-            host="127.0.0.1",
-            dashboard_address="127.0.0.1:0",
-            local_directory=str(scratch),
-            silence_logs="CRITICAL",
-        )
+        try:
+            self._cluster = distributed.LocalCluster(
+                n_workers=self.n_workers,
+                threads_per_worker=1,
+                processes=True,
+                host="127.0.0.1",
+                dashboard_address="127.0.0.1:0",
+                local_directory=str(scratch),
+                silence_logs="CRITICAL",
+            )
+        except RuntimeError as error:  # a worker process that died before its first word
+            raise InterruptedRunError(
+                f"--cluster local: {self.n_workers} worker(s) could not be started ({describe(error)}); a process was "
+                "killed, or memory is short (fewer --workers need less)"
+            ) from None
         self._client = distributed.Client(self._cluster)
         self.dashboard_link = self._cluster.dashboard_link
         self._register(simulator, own_group=True)

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.strict_model import StrictModel
+from exitwave.simulate.cluster import is_cluster_name
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import Document, apply_overrides, parse_bytes, validate
@@ -29,8 +30,8 @@ class ClusterSection(StrictModel):
     @field_validator("kind")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in ("local", "inline") and not value.startswith(("tcp://", "tls://")):
-            raise ValueError(f"expected local, inline or the address of a scheduler (tcp://…, tls://…), got {value!r}")
+        if not is_cluster_name(value):
+            raise ValueError(f"expected local, inline or the address of a scheduler, tcp://HOST:PORT, got {value!r}")
         return value
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dask
 import psutil
 import pytest
 from sim_samples import plan
@@ -146,6 +147,7 @@ def test_the_dashboard_listens_on_this_machine_only(cluster: Cluster) -> None:
 def test_wrong_names_are_refused() -> None:
     for name, workers, told in [
         ("slurmy", None, "inline, local, or the address"),
+        ("tcp://", None, "inline, local, or the address"),
         ("inline", 2, "one worker"),
         ("local", 0, "at least 1"),
     ]:
@@ -153,6 +155,18 @@ def test_wrong_names_are_refused() -> None:
             make_cluster(name, workers=workers)
     with pytest.raises(UsageError, match="no scheduler answers"):
         make_cluster("tcp://127.0.0.1:9").start("weak-phase")
+
+
+def test_a_worker_that_dies_while_it_starts_is_an_interruption() -> None:
+    cluster = make_cluster("local", workers=1)
+    try:
+        with (
+            dask.config.set({"distributed.worker.preload": ["import os; os._exit(9)"]}),
+            pytest.raises(InterruptedRunError, match=r"1 worker\(s\) could not be started"),
+        ):
+            cluster.start("weak-phase")
+    finally:
+        cluster.close()
 
 
 def test_a_campaign_makes_the_same_bits_on_any_cluster(tmp_path: Path) -> None:

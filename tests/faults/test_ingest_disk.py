@@ -268,3 +268,9 @@ def test_a_shard_that_is_no_plain_file_is_damage_and_nobody_waits_for_it(tmp_pat
     data = open_dataset(root)
     with pytest.raises(DamagedDataError, match=f"shard {shard.shard_id}: .*not a plain file"):
         data[len(data) - 1]
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    root = make_dataset(tmp_path / "d", "t")
+    with pytest.raises(UsageError, match=r"/proc/nothing/tiny: no folder for the cache can be made there"):
+        stage(root, Path("/proc/nothing"))

@@ -40,7 +40,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def main() -> None:
     """Entry point of the `exitwave` command."""
+    _open_closed_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that came closed (`>&-`) lead nowhere; else a data file would get their number and text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do.
+"""What Ctrl-C, SIGTERM and a terminal that hangs up do.
 
 1. The first signal sets `stop`. Work that can be cut between two units stands in a `finishing` block: it looks at
    `stop`, finishes what is in hand, and raises `InterruptedRunError`. All other work (reading, planning, measuring) is
@@ -23,9 +23,11 @@ from typing import Any
 
 __all__ = ["Interrupts"]
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Interrupts:
-    """Handles SIGINT and SIGTERM for the time of a `with` block, in the main thread."""
+    """Handles SIGINT, SIGTERM and SIGHUP for the time of a `with` block, in the main thread."""
 
     def __init__(self, *, quiet: bool = False, patient: bool = False) -> None:
         self.stop = threading.Event()
@@ -37,8 +39,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
+            for number in _SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     @contextlib.contextmanager
@@ -51,6 +54,8 @@ class Interrupts:
             self._finishing = before
 
     def __exit__(self, *_: object) -> None:
+        if self.stop.is_set() and not self._patient:
+            return  # the process is about to end, and a second signal means the same until it has
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -58,7 +63,7 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.stop.is_set():
             self.stop.set()
-            name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             if self._finishing is None:
                 _write(f"{name}: stopping.")
                 raise KeyboardInterrupt

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from exitwave.ingest.errors import InterruptedRunError
@@ -36,7 +36,8 @@ class Session:
     def note(self, text: str) -> None:
         """A line for a person, on stderr."""
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            with suppress(OSError):  # a terminal that hung up must not end the work that it started
+                print(text, file=sys.stderr, flush=True)
 
     def hint(self, command: str) -> None:
         """What to do next, after a result: for a person who reads along, never for a program."""

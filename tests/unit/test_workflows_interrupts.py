@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,15 +14,25 @@ from exitwave.ingest.errors import InterruptedRunError
 from exitwave.workflows.interrupts import Interrupts
 from exitwave.workflows.session import open_session
 
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+@pytest.fixture(autouse=True)
+def handlers_put_back() -> Iterator[None]:
+    """A process that was told to stop keeps its handlers to its end; these tests go on."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_work_that_nobody_can_finish_early_is_cut(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
         with interrupts.finishing("the shard in hand"):
             pass
         os.kill(os.getpid(), number)
-    assert interrupts.stop.is_set() and signal.getsignal(number) == before
+    assert interrupts.stop.is_set()
     assert ": stopping.\n" in capfd.readouterr().err
 
 
@@ -36,3 +49,34 @@ def test_work_that_looks_at_stop_is_let_finish(patient: bool, capfd: pytest.Capt
         if patient:
             os.kill(os.getpid(), signal.SIGTERM)  # every signal is the first one
     assert capfd.readouterr().err.count("SIGTERM: finishing the shard in hand") == 1
+
+
+def test_handlers_are_put_back_unless_told_to_stop() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with Interrupts():
+        assert signal.getsignal(signal.SIGHUP) != before
+    assert signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
+    with Interrupts():
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_second_signal_while_the_verb_leaves_still_means_at_once() -> None:
+    code = (
+        "import os, signal\n"
+        "from exitwave.workflows.session import open_session\n"
+        "try:\n"
+        "    with open_session():\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "finally:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_came_closed_lead_nowhere(closed: str) -> None:
+    command = f"exec {sys.executable} -m exitwave.workflows inspect /nowhere --json {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr

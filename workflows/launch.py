@@ -166,7 +166,7 @@ def _run_ranks(
     finally:
         session.interrupts.last_words.remove(kill)
     if process.returncode != 0:
-        raise _why(out, process.returncode, stopped=session.stop.is_set(), since=since)
+        raise _why(out, process.returncode, stopped=session.stop.is_set(), since=since, ranks=ranks)
 
 
 def _command(ranks: int, arguments: Sequence[str]) -> list[str]:
@@ -261,11 +261,12 @@ class _Tail:
         return events
 
 
-def _why(out: Path, code: int, *, stopped: bool, since: int = 0) -> ExitwaveError:
+def _why(out: Path, code: int, *, stopped: bool, since: int = 0, ranks: int = 1) -> ExitwaveError:
     """The one error that explains how the ranks ended. `since`: where in train.log this attempt begins."""
     errors = read_rank_errors(out)
     log = out / "train.log"
-    killed = _killed(log, since) if code >= 0 else f"rank 0 was killed by {signal.Signals(-code).name}"
+    who = "rank 0" if ranks == 1 else "torchrun, which runs the ranks,"
+    killed = _killed(log, since) if code >= 0 else f"{who} was killed by {signal.Signals(-code).name}"
     if errors and not killed:
         first = errors[0]
         kind = _ERRORS.get(int(first["exit_code"]), ExitwaveError)
@@ -277,7 +278,9 @@ def _why(out: Path, code: int, *, stopped: bool, since: int = 0) -> ExitwaveErro
         return kind(message)
     if stopped:
         return InterruptedRunError(f"{out}: the training was stopped before it could write another checkpoint.")
-    if not killed and shutil.disk_usage(out).free < _NO_ROOM_BYTES:  # the ranks had no room to say so themselves
+    if (
+        not killed and out.exists() and shutil.disk_usage(out).free < _NO_ROOM_BYTES
+    ):  # the ranks had no room to say so themselves
         return InterruptedRunError(
             f"{out}: the disk is full. Free some space, then give the same command again; it goes on from the last "
             "checkpoint."

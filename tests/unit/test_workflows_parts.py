@@ -228,6 +228,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert type(error) is ExitwaveError and "rank 1 was killed by SIGKILL" in str(error)
     assert "lost contact" in str(_why(tmp_path, 1, stopped=False, since=len(log)))  # that was an earlier attempt
     assert "rank 0 was killed by SIGKILL" in str(_why(tmp_path, -9, stopped=False))  # a lone rank, without torchrun
+    assert "torchrun, which runs the ranks, was killed by SIGKILL" in str(_why(tmp_path, -9, stopped=False, ranks=2))
 
 
 def test_ranks_that_stopped_are_an_interruption(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Plans of Fourier transforms along lines, by FFTW; the same in every process. The only place that imports pyfftw.
+
+A measured plan depends on what else the machine did while it was measured, and another plan rounds differently. Plans
+here are estimated. An estimate too may follow what other code in this process has planned before (FFTW's wisdom), so
+wisdom is put aside while planning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyfftw
+from numpy.typing import NDArray
+
+__all__ = ["empty", "line_plans"]
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A zeroed buffer aligned for vector instructions: plans for differently aligned buffers round differently."""
+    buffer: NDArray[Any] = pyfftw.zeros_aligned(shape, dtype=dtype, n=64)
+    return buffer
+
+
+def line_plans(pairs: Sequence[tuple[NDArray[Any], NDArray[Any], bool]]) -> list[Callable[[], None]]:
+    """For each (from, into, forward): a call that transforms every line of one buffer into another, not normalised."""
+    wisdom = pyfftw.export_wisdom()
+    pyfftw.forget_wisdom()
+    try:
+        return [
+            pyfftw.FFTW(
+                source,
+                target,
+                axes=(-1,),
+                direction="FFTW_FORWARD" if forward else "FFTW_BACKWARD",
+                flags=("FFTW_ESTIMATE",),
+                threads=1,
+            ).execute
+            for source, target, forward in pairs
+        ]
+    finally:
+        pyfftw.forget_wisdom()
+        pyfftw.import_wisdom(wisdom)
+
+
+def measured_plane_plans(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> Callable[[], None]:
+    """A whole transform and its inverse, in place, of a batch of planes, by plans found by measuring: for benchmarks.
+
+    Not for simulations: another process may measure other plans, which round differently.
+    """
+    planes = empty(shape, dtype)
+    there, back = (
+        pyfftw.FFTW(
+            planes,
+            planes,
+            axes=(-2, -1),
+            direction=direction,
+            flags=("FFTW_PATIENT",),
+            threads=1,
+            planning_timelimit=10.0,
+        ).execute
+        for direction in ("FFTW_FORWARD", "FFTW_BACKWARD")
+    )
+    planes[:] = 0
+
+    def pair() -> None:
+        there()
+        back()
+
+    return pair

@@ -107,12 +107,16 @@ class AbtemSimulator:
         self.real = np.dtype(precision)
         self.complex = np.result_type(self.real, np.complex64)
         self._period: tuple[Any, NDArray[np.floating]] | None = None
+        self._between: tuple[Any, NDArray[np.complexfloating], NDArray[np.floating]] | None = None
 
-    def configured(self) -> AbstractContextManager[Any]:
-        """Within it, one thread and abTEM in this simulator's precision; `simulate` enters it itself."""
+    def configured(self, planning: str = "FFTW_ESTIMATE") -> AbstractContextManager[Any]:
+        """Within it, one thread and abTEM in this simulator's precision; `simulate` enters it itself.
+
+        Benchmarks give abTEM its own way of `planning`, which is faster and not the same in every process.
+        """
         stack = ExitStack()
         stack.enter_context(single_threaded())
-        stack.enter_context(self._abtem.config.set({"precision": self.precision}))
+        stack.enter_context(self._abtem.config.set({"precision": self.precision, "fftw.planning_effort": planning}))
         return stack
 
     def simulate(self, specs: Sequence[SampleSpec]) -> Iterator[Sample]:
@@ -277,12 +281,15 @@ class AbtemSimulator:
         from abtem.multislice import FresnelPropagator
 
         (ly, lx), (ny, nx) = spec.structure.extent_yx_A, spec.grid_yx
+        thickness, values = spec.structure.slice_thickness_A, spec.values
         waves = self._probe(spec).build(self._scan(np.zeros((1, 2))), lazy=False)
-        return Optics(
-            probe=np.asarray(waves.array)[0],
-            propagator=np.asarray(FresnelPropagator().get_array(waves, spec.structure.slice_thickness_A)),
-            aperture=np.asarray(antialias_aperture((nx, ny), (lx / nx, ly / ny), np)),
-        )
+        key = (ly, lx, ny, nx, thickness, *(values[name] for name in ("energy_keV", "tilt_x_mrad", "tilt_y_mrad")))
+        if self._between is None or self._between[0] != key:  # samples often share it
+            propagator = np.asarray(FresnelPropagator().get_array(waves, thickness))
+            aperture = np.asarray(antialias_aperture((nx, ny), (lx / nx, ly / ny), np))
+            self._between = (key, propagator, aperture)
+        _, propagator, aperture = self._between
+        return Optics(probe=np.asarray(waves.array)[0], propagator=propagator, aperture=aperture)
 
     def transmission(self, spec: SampleSpec, slices: NDArray[np.floating]) -> NDArray[np.complexfloating]:
         """exp(i sigma V) of each slice (slices, x, y); not yet band-limited."""

@@ -15,12 +15,16 @@ Layout: (x, y) in real space, y contiguous; (kept ky, kx) in diffraction space, 
     wave (x, y)  * t  ->  F_y  ->  (x, ky)  fold  (kept ky, x)  ->  F_x  ->  (kept ky, kx)  * P
     ->  F_x^-1  ->  (kept ky, x)  unfold  (x, ky)  ->  F_y^-1  ->  wave (x, y)
 
+At every step one buffer is read and the other written: two are enough, the wave's own and a plane that all waves share.
+The fewer bytes a step touches, the more of them are still in the cache.
+
 Each wave is transformed by itself, with plans of its own, so that no result depends on which waves share a batch. A
 batch only keeps a slice in the cache while several waves pass through it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,19 +35,19 @@ from numpy.typing import NDArray
 __all__ = ["KeptRows", "Propagation", "batch_waves", "kept_rows", "propagation_bytes"]
 
 _LINES = 16  # lines that vector instructions take together; the number of kept rows is rounded up to it
-_MOST_WAVES = 8
-_CACHE_BYTES = 4 * 2**20
+_MOST_WAVES = 4
+_CACHE_BYTES = 2**20
 
 
 def batch_waves(grid_yx: tuple[int, int], itemsize: int = 8) -> int:
-    """Waves that pass through a slice together: about 4 MiB of them, 1 to 8."""
+    """Waves that pass through a slice together: about 1 MiB of them, 1 to 4."""
     return max(1, min(_MOST_WAVES, _CACHE_BYTES // (grid_yx[0] * grid_yx[1] * itemsize)))
 
 
 def propagation_bytes(grid_yx: tuple[int, int], itemsize: int = 8) -> int:
-    """Most bytes that a Propagation's buffers take: waves, three planes of complex numbers, an intensity."""
+    """Most bytes that a Propagation's buffers take: waves, a plane of complex numbers, an intensity."""
     points = grid_yx[0] * grid_yx[1]
-    return points * (itemsize * (batch_waves(grid_yx, itemsize) + 3) + 8)
+    return points * (itemsize * (batch_waves(grid_yx, itemsize) + 1) + 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,18 @@ def kept_rows(used: NDArray[np.bool_]) -> KeptRows:
     return KeptRows(points=points, low=kept - kept // 2, high=kept // 2)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Lane:
+    """One wave of a batch: its buffer, as it is and as lines to transpose into and from, and its four transforms."""
+
+    wave: NDArray[np.complexfloating]  # flat
+    lines_moved: NDArray[Any]
+    forward_y: Callable[[], None]
+    forward_x: Callable[[], None]
+    backward_x: Callable[[], None]
+    backward_y: Callable[[], None]
+
+
 class Propagation:
     """Buffers and plans for one grid, one set of kept rows and one precision; made once, used for any potential.
 
@@ -94,22 +110,35 @@ class Propagation:
 
         self._kernels = kernels
         ny, nx = grid_yx
-        self.grid_yx, self.rows, self.dtype, self.batch = grid_yx, rows, dtype, batch
-        self._waves = [empty((nx, ny), dtype) for _ in range(batch)]
-        self._plane = empty((nx, ny), dtype)  # (x, ky)
-        self._lines = empty((len(rows), nx), dtype)  # (kept ky, x)
-        self._spectrum = empty((len(rows), nx), dtype)  # (kept ky, kx)
-        pairs: list[tuple[Any, Any, bool]] = [(self._lines, self._spectrum, True), (self._spectrum, self._lines, False)]
-        for wave in self._waves:
-            pairs += [(wave, self._plane, True), (self._plane, wave, False)]
-        plans: list[Callable[[], None]] = line_plans(pairs)
-        self._forward_x, self._backward_x = plans[:2]
-        self._forward_y, self._backward_y = plans[2::2], plans[3::2]
+        self.rows, self.dtype = rows, dtype
+        self._spectrum_shape = (len(rows), nx)
+        plane = empty((nx, ny), dtype)
+        waves = [empty((nx, ny), dtype) for _ in range(batch)]
+        plans = line_plans([step for wave in waves for step in self._steps(wave, plane)])
         # Transpositions move whole complex numbers: eight bytes are moved as one float64.
         moved = np.dtype(np.float64) if dtype == np.complex64 else dtype
-        self._plane_moved, self._lines_moved = self._plane.view(moved), self._lines.view(moved)
-        self._waves_flat = [wave.reshape(-1) for wave in self._waves]
-        self._spectrum_flat = self._spectrum.reshape(-1)
+        self._spectrum = self._folded(plane)
+        self._plane_moved = plane.view(moved)
+        self._lanes = [
+            _Lane(
+                wave=wave.reshape(-1),
+                lines_moved=self._folded(wave).view(moved),
+                forward_y=plans[4 * b],
+                forward_x=plans[4 * b + 1],
+                backward_x=plans[4 * b + 2],
+                backward_y=plans[4 * b + 3],
+            )
+            for b, wave in enumerate(waves)
+        ]
+
+    def _folded(self, buffer: NDArray[Any]) -> NDArray[Any]:
+        """The beginning of a buffer (x, y) as (kept ky, x)."""
+        return buffer.reshape(-1)[: math.prod(self._spectrum_shape)].reshape(self._spectrum_shape)
+
+    def _steps(self, wave: NDArray[Any], plane: NDArray[Any]) -> list[tuple[NDArray[Any], NDArray[Any], bool]]:
+        """(from, into, forward) of the four transforms: from the wave into the plane and back, twice."""
+        lines, spectrum = self._folded(wave), self._folded(plane)
+        return [(wave, plane, True), (lines, spectrum, True), (spectrum, lines, False), (plane, wave, False)]
 
     def run(
         self,
@@ -133,31 +162,32 @@ class Propagation:
         intensity)` is called with |F psi|^2 exit_weight, (kept ky, kx): a buffer that is used again.
         """
         kernels = self._kernels
-        found = np.empty(self._spectrum.shape, dtype=np.float64)
+        found = np.empty(self._spectrum_shape, dtype=np.float64)
         flat = transmissions.reshape(len(transmissions), -1)
         propagator_flat = np.ascontiguousarray(propagator).reshape(-1)
         exits = {plane: which for which, plane in enumerate(exit_planes)}
         last = max(exit_planes)
-        for start in range(0, len(shifts), self.batch):
-            batch = range(min(self.batch, len(shifts) - start))
-            for b in batch:
-                kernels.place(self._spectrum, probe, *shifts[start + b])
-                self._to_real_space(b)
+        spectrum_flat = self._spectrum.reshape(-1)
+        for start in range(0, len(shifts), len(self._lanes)):
+            lanes = list(enumerate(self._lanes[: len(shifts) - start], start=start))
+            for position, lane in lanes:
+                kernels.place(self._spectrum, probe, *shifts[position])
+                self._to_real_space(lane)
             for plane, piece in enumerate(order[:last], start=1):
                 transmission = flat[piece]
-                for b in batch:
-                    kernels.multiply(self._waves_flat[b], transmission)
-                    self._forward_y[b]()
-                    kernels.fold(self._plane_moved, self._lines_moved, self.rows.low)
-                    self._forward_x()
+                for position, lane in lanes:
+                    kernels.multiply(lane.wave, transmission)
+                    lane.forward_y()
+                    kernels.fold(self._plane_moved, lane.lines_moved, self.rows.low)
+                    lane.forward_x()
                     if plane in exits:
                         kernels.intensity(self._spectrum, exit_weight, found)
-                        detect(start + b, exits[plane], found)
+                        detect(position, exits[plane], found)
                     if plane < last:
-                        kernels.multiply(self._spectrum_flat, propagator_flat)
-                        self._to_real_space(b)
+                        kernels.multiply(spectrum_flat, propagator_flat)
+                        self._to_real_space(lane)
 
-    def _to_real_space(self, b: int) -> None:
-        self._backward_x()
-        self._kernels.unfold(self._lines_moved, self._plane_moved, self.rows.low)
-        self._backward_y[b]()
+    def _to_real_space(self, lane: _Lane) -> None:
+        lane.backward_x()
+        self._kernels.unfold(lane.lines_moved, self._plane_moved, self.rows.low)
+        lane.backward_y()

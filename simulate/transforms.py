@@ -7,7 +7,8 @@ wisdom is put aside while planning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,21 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     return buffer
 
 
-def line_plans(pairs: Sequence[tuple[NDArray[Any], NDArray[Any], bool]]) -> list[Callable[[], None]]:
-    """For each (from, into, forward): a call that transforms every line of one buffer into another, not normalised."""
+@contextmanager
+def _wisdom_aside() -> Iterator[None]:
+    """Within it FFTW knows nothing; after it, what it knew before and no more."""
     wisdom = pyfftw.export_wisdom()
     pyfftw.forget_wisdom()
     try:
+        yield
+    finally:
+        pyfftw.forget_wisdom()
+        pyfftw.import_wisdom(wisdom)
+
+
+def line_plans(pairs: Sequence[tuple[NDArray[Any], NDArray[Any], bool]]) -> list[Callable[[], None]]:
+    """For each (from, into, forward): a call that transforms every line of one buffer into another, not normalised."""
+    with _wisdom_aside():
         return [
             pyfftw.FFTW(
                 source,
@@ -39,9 +50,6 @@ def line_plans(pairs: Sequence[tuple[NDArray[Any], NDArray[Any], bool]]) -> list
             ).execute
             for source, target, forward in pairs
         ]
-    finally:
-        pyfftw.forget_wisdom()
-        pyfftw.import_wisdom(wisdom)
 
 
 def measured_plane_plans(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> Callable[[], None]:
@@ -50,19 +58,20 @@ def measured_plane_plans(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> C
     Not for simulations: another process may measure other plans, which round differently.
     """
     planes = empty(shape, dtype)
-    there, back = (
-        pyfftw.FFTW(
-            planes,
-            planes,
-            axes=(-2, -1),
-            direction=direction,
-            flags=("FFTW_PATIENT",),
-            threads=1,
-            planning_timelimit=10.0,
-        ).execute
-        for direction in ("FFTW_FORWARD", "FFTW_BACKWARD")
-    )
-    planes[:] = 0
+    with _wisdom_aside():
+        there, back = (
+            pyfftw.FFTW(
+                planes,
+                planes,
+                axes=(-2, -1),
+                direction=direction,
+                flags=("FFTW_PATIENT",),
+                threads=1,
+                planning_timelimit=2.0,
+            ).execute
+            for direction in ("FFTW_FORWARD", "FFTW_BACKWARD")
+        )
+    planes[:] = 0  # planning leaves anything there
 
     def pair() -> None:
         there()

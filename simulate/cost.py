@@ -21,6 +21,7 @@ __all__ = ["Calibration", "calibrate", "estimate_seconds", "sample_bytes", "work
 # Nanoseconds per probe, slice and grid point at 128 squared on one core, and by which power of the number of points it
 # grows as the grid leaves the cache; a part that every sample costs, in seconds.
 _SPEED = {"fast": (4.5e-9, 0.15, 0.02), "abtem": (15e-9, 0.56, 0.05)}
+_POTENTIAL = 80e-9  # seconds per slice and grid point: a potential and its transmission functions
 _BASE_MEMORY = 450_000_000  # a worker after importing abTEM, numba, h5py and distributed
 
 
@@ -36,15 +37,16 @@ class Calibration:
 def estimate_seconds(sample: SampleSpec, simulator: str = "fast") -> float:
     """Seconds on one core by a model: per probe, slice and grid point a time that grows as the grid leaves the cache.
 
-    Measured on one core: the fast multislice 4.4 and 5.0 ns a point at 128² and 256²; abTEM's eager one 15, 34 and
-    71 ns at 128², 256² and 512².
+    Measured on one core: the fast multislice 4.2, 4.5 and 6.1 ns a point at 128², 256² and 512²; abTEM's eager one with
+    estimated plans 15, 34 and 71 ns. Each frozen-phonon configuration has a potential of its own to be made.
     """
     at_128, power, once = _SPEED.get(simulator, _SPEED["abtem"])
     points = sample.grid_yx[0] * sample.grid_yx[1]
     probes = sample.recipe.scan.shape[0] * sample.recipe.scan.shape[1]
     per_point = at_128 * max(1.0, points / 128**2) ** power
-    runs = max(1, sample.recipe.phonons.count)
-    return once + runs * probes * sample.exit_plane * points * per_point
+    configurations = sample.recipe.phonons.count
+    per_slice = points * (probes * per_point + (_POTENTIAL if configurations else 0.0))
+    return once + max(1, configurations) * sample.exit_plane * per_slice
 
 
 def sample_bytes(fields: Iterable[FieldSpec]) -> int:

@@ -3,11 +3,11 @@
 A measured plan depends on what else the machine did while it was measured, and another plan rounds differently. Plans
 here are estimated, and of lines: microseconds for a plane there and back, one core, complex64,
 
-    points squared                                    96    128    192    240    256
-    planes, FFTW measured (not reproducible)          52     76    245    388    474
-    planes, FFTW estimated                           149     75    474    699   8946
-    planes, pocketfft (scipy.fft)                    124    203    497    702    774
-    lines, FFTW estimated, from buffer to buffer      33     50    117    197    234
+    points squared                                    64     96    128    192    240    256
+    planes, FFTW measured (not reproducible)          11     39     94    174    300    390
+    planes, FFTW estimated                            11     89     85    312    467   3357
+    planes, pocketfft (scipy.fft)                     43     84    217    308    524    602
+    lines, FFTW estimated, from buffer to buffer       9     26     72    103    176    194
 
 and the last row has the frequencies left out that no wave carries. An estimate too may follow what other code in this
 process has planned before (FFTW's wisdom), so wisdom is put aside while planning.

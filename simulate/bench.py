@@ -37,17 +37,19 @@ def bench_simulate(
     full: bool = False,
     grids: Sequence[int] | None = None,
     rounds: int = 5,
+    planning_s: float = 10.0,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The benchmark's JSON document: {"bench", "machine", "rows", "targets"}.
 
-    `full` adds 512 x 512 (some minutes, most of them in abTEM); `grids` asks for others, multiples of 64.
+    `full` adds 512 x 512 (some minutes, most of them in abTEM); `grids` asks for others, multiples of 64. Each of
+    the floor's plans may be sought for `planning_s` seconds.
     """
     rows: list[dict[str, Any]] = []
     targets: list[dict[str, Any]] = []
     for points in grids or ((128, 256, 512) if full else (128, 256)):
         note(f"{points} x {points}: planning the floor, then {rounds} rounds")
-        grid_rows = _one_grid(points, rounds)
+        grid_rows = _one_grid(points, rounds, planning_s)
         rows += grid_rows
         median = {row["what"]: row["us_per_probe_slice"] for row in grid_rows}
         abtem = min(median["abtem-eager"], median["abtem-lazy"])
@@ -121,7 +123,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _one_grid(points: int, rounds: int) -> list[dict[str, Any]]:
+def _one_grid(points: int, rounds: int, planning_s: float) -> list[dict[str, Any]]:
     from exitwave.simulate.abtem_backend import AbtemSimulator
     from exitwave.simulate.multislice import FastSimulator
 
@@ -139,7 +141,7 @@ def _one_grid(points: int, rounds: int) -> list[dict[str, Any]]:
         }
         for run in ways.values():  # compile, plan, make what is made once
             run()
-        ways["floor"] = _floor(points, len(positions) * slices)
+        ways["floor"] = _floor(points, len(positions) * slices, planning_s)
         for _ in range(rounds):
             for what in times:
                 began = time.process_time()
@@ -160,13 +162,13 @@ def _one_grid(points: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def _floor(points: int, steps: int) -> Callable[[], None]:
+def _floor(points: int, steps: int, planning_s: float) -> Callable[[], None]:
     """A run of `steps` pairs of whole transforms, in the best of a few batches."""
     from exitwave.simulate.transforms import measured_plane_plans
 
     best: tuple[float, int, Callable[[], None]] | None = None
     for batch in (1, 4):
-        pair = measured_plane_plans((batch, points, points), np.dtype(np.complex64))
+        pair = measured_plane_plans((batch, points, points), np.dtype(np.complex64), planning_s=planning_s)
         pair()
         times = []
         for _ in range(5):

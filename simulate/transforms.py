@@ -60,8 +60,9 @@ def line_plans(pairs: Sequence[tuple[NDArray[Any], NDArray[Any], bool]]) -> list
         ]
 
 
-def measured_plane_plans(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> Callable[[], None]:
-    """A whole transform and its inverse, in place, of a batch of planes, by plans found by measuring: for benchmarks.
+def measured_plane_plans(shape: tuple[int, int, int], dtype: np.dtype[Any], *, planning_s: float) -> Callable[[], None]:
+    """A whole transform and its inverse, in place, of a batch of planes, by plans found by measuring for at most
+    `planning_s` seconds each: for benchmarks.
 
     Not for simulations: another process may measure other plans, which round differently.
     """
@@ -75,7 +76,7 @@ def measured_plane_plans(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> C
                 direction=direction,
                 flags=("FFTW_PATIENT",),
                 threads=1,
-                planning_timelimit=2.0,
+                planning_timelimit=planning_s,
             ).execute
             for direction in ("FFTW_FORWARD", "FFTW_BACKWARD")
         )

@@ -1,13 +1,12 @@
-"""The verbs from data to a model, the whole line, and help: train, evaluate, run, report, doctor, bench."""
+"""The verbs from data to a model, the whole line, and help: train, evaluate, run, report, doctor."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from exitwave.ingest.errors import UsageError
 from exitwave.workflows.commands import HELP, LINE, TRAIN, ClusterOption, Debug, Json, Overrides, Quiet, Workers, verb
 from exitwave.workflows.session import open_session
 
@@ -16,7 +15,6 @@ Cache = Annotated[
     Path | None, typer.Option("--cache", metavar="DIR", help="Read shards from this cache (see `exitwave stage`).")
 ]
 Data = Annotated[Path, typer.Option("--data", metavar="DATASET", help="The data set, or the RUN that holds it.")]
-_BENCHES = ("simulate",)
 
 
 @verb(
@@ -191,31 +189,3 @@ def doctor(
         document = examine(folder or Path())
         session.result(document, lambda: doctor_table(document))
         raise typer.Exit(0 if document["ok"] else 3)
-
-
-@verb(
-    "bench",
-    panel=HELP,
-    purpose="Measure how fast exitwave is here, its peers beside it in one run.",
-    more="`simulate` compares the multislice loop, on one core, with its floor (two transforms for each slice and "
-    "probe) and with abTEM. Targets are for orientation: the exit code does not depend on them.",
-    example="exitwave bench simulate\nexitwave bench simulate --full --json > simulate.json",
-    then="Compare ratios, not times: machines differ.",
-    codes="0 measured; 2 there is no such benchmark.",
-)
-def bench(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"What to measure: {', '.join(_BENCHES)}.")],
-    full: Annotated[bool, typer.Option("--full", help="Larger sizes too; takes several times as long.")] = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    from exitwave.workflows.tables import bench_table
-
-    if what not in _BENCHES:
-        raise UsageError(f"bench {what}: there is no such benchmark; there are {', '.join(_BENCHES)}.")
-    with open_session(json=json, quiet=quiet) as session:
-        from exitwave.simulate.bench import bench_simulate
-
-        document: dict[str, Any] = bench_simulate(full=full, note=session.note)
-        session.result(document, lambda: bench_table(document))

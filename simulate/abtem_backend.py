@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,7 @@ from exitwave.simulate.simulator import Sample
 from exitwave.simulate.tasks import SampleSpec, StructureSpec
 from exitwave.simulate.threads import single_threaded
 
-__all__ = ["AbtemSimulator", "batch_positions", "configure_abtem"]
+__all__ = ["AbtemSimulator", "Optics", "Slices", "batch_positions", "configure_abtem"]
 
 # abTEM's names of the aberration coefficients; angles are given to it in radians.
 _COEFFICIENTS = ("C12", "C21", "C23", "C30", "C32", "C34", "C50")
@@ -59,19 +61,67 @@ def batch_positions(grid_yx: tuple[int, int]) -> int:
     return max(8, min(32, 2**19 // (grid_yx[0] * grid_yx[1])))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slices:
+    """A potential as its different slices and the order in which the beam meets them.
+
+    `different` is (slices of one period, x, y) in V Å; `order` (slices up to the exit plane,) indexes it. `key` names
+    the content: equal keys, equal arrays. It is None where the potential will not come again.
+    """
+
+    different: NDArray[np.floating]
+    order: NDArray[np.intp]
+    key: Any = None
+
+    def stacked(self) -> NDArray[np.floating]:
+        """Every slice up to the exit plane, (slices, x, y)."""
+        return self.different[self.order]
+
+    def projected(self) -> NDArray[np.float64]:
+        """The sum of all slices, (x, y) in V Å."""
+        times = np.bincount(self.order, minlength=len(self.different))
+        total = np.zeros(self.different.shape[1:])
+        for count, piece in zip(times, self.different, strict=True):
+            total += float(count) * piece
+        return total
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Optics:
+    """What the fast multislice takes from abTEM, (x, y); the last two in diffraction space, zero frequency first."""
+
+    probe: NDArray[np.complexfloating]  # at the origin, before the specimen
+    propagator: NDArray[np.complexfloating]  # Fresnel propagation over one slice, with tilt and antialias aperture
+    aperture: NDArray[np.floating]  # antialias
+
+
 class AbtemSimulator:
     """abTEM's multislice with its own probes and potentials."""
 
     name = "abtem"
 
-    def __init__(self) -> None:
+    def __init__(self, *, precision: Literal["float32", "float64"] = "float32") -> None:
         self._abtem = configure_abtem()
         self.version = f"{self._abtem.__version__}"
-        self._period: tuple[Any, NDArray[np.float32]] | None = None
+        self.precision = precision
+        self.real = np.dtype(precision)
+        self.complex = np.result_type(self.real, np.complex64)
+        self._period: tuple[Any, NDArray[np.floating]] | None = None
+        self._between: tuple[Any, NDArray[np.complexfloating], NDArray[np.floating]] | None = None
+
+    def configured(self, planning: str = "FFTW_ESTIMATE") -> AbstractContextManager[Any]:
+        """Within it, one thread and abTEM in this simulator's precision; `simulate` enters it itself.
+
+        Benchmarks give abTEM its own way of `planning`, which is faster and not the same in every process.
+        """
+        stack = ExitStack()
+        stack.enter_context(single_threaded())
+        stack.enter_context(self._abtem.config.set({"precision": self.precision, "fftw.planning_effort": planning}))
+        return stack
 
     def simulate(self, specs: Sequence[SampleSpec]) -> Iterator[Sample]:
         for spec in specs:
-            with single_threaded():
+            with self.configured():
                 sample = self._simulate(spec)
             yield sample
 
@@ -87,27 +137,26 @@ class AbtemSimulator:
 
     # -- potential ---------------------------------------------------------------------------------------------------
 
-    def static_slices(self, spec: SampleSpec) -> NDArray[np.float32]:
-        """Slices of the undisplaced crystal up to the exit plane, (slices, x, y) in V Å."""
+    def static_slices(self, spec: SampleSpec) -> Slices:
+        """Slices of the undisplaced crystal up to the exit plane."""
         structure, grid = spec.structure, spec.recipe.grid
         if grid.projection == "finite":  # the tails of an atom reach into neighbouring slices: no period stands alone
             repeat_z = math.ceil(spec.exit_plane / structure.slices)
-            return self._build(spec, *structure.tiled(repeat_z))[: spec.exit_plane]
+            return _once(self._build(spec, *structure.tiled(repeat_z))[: spec.exit_plane])
         key = (structure.key, structure.zone_axis, structure.repeat_xy, structure.slices, grid)
         if self._period is None or self._period[0] != key:
             self._period = (key, self._build(spec, *structure.tiled(1)))
-        order = np.arange(spec.exit_plane) % structure.slices
-        return self._period[1][order]
+        return Slices(different=self._period[1], order=np.arange(spec.exit_plane) % structure.slices, key=key)
 
-    def _displaced_slices(self, spec: SampleSpec, configuration: int) -> NDArray[np.float32]:
+    def displaced_slices(self, spec: SampleSpec, configuration: int) -> Slices:
         """Slices of one frozen-phonon configuration: each atom moved by independent Gaussians along x, y and z."""
         repeat_z = math.ceil(spec.exit_plane / spec.structure.slices)
         numbers, positions, lengths = spec.structure.tiled(repeat_z)
         generator = np.random.Generator(np.random.Philox(key=np.array([spec.phonon_seed, configuration], np.uint64)))
         moved = positions + spec.recipe.phonons.rms_A * generator.standard_normal(positions.shape)
-        return self._build(spec, numbers, np.mod(moved, lengths), lengths)[: spec.exit_plane]
+        return _once(self._build(spec, numbers, np.mod(moved, lengths), lengths)[: spec.exit_plane])
 
-    def _build(self, spec: SampleSpec, numbers: Any, positions: Any, lengths: Any) -> NDArray[np.float32]:
+    def _build(self, spec: SampleSpec, numbers: Any, positions: Any, lengths: Any) -> NDArray[np.floating]:
         from ase import Atoms
 
         grid = spec.recipe.grid
@@ -122,51 +171,69 @@ class AbtemSimulator:
             projection=grid.projection,
         )
         slices = np.asarray(potential.build(lazy=False).array)
-        if slices.shape != (count, columns, rows) or slices.dtype != np.float32:
-            raise RuntimeError(
-                f"abTEM gave a potential of {slices.shape} {slices.dtype}, {(count, columns, rows)} float32 expected"
-            )
+        shape = (count, columns, rows)
+        if slices.shape != shape or slices.dtype != self.real:
+            raise RuntimeError(f"abTEM gave a potential of {slices.shape} {slices.dtype}, {shape} {self.real} expected")
         return slices
 
     # -- waves -------------------------------------------------------------------------------------------------------
 
-    def _diffraction(self, spec: SampleSpec, static: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
+    def _diffraction(self, spec: SampleSpec, static: Slices) -> tuple[NDArray[np.float32], float]:
         """Patterns on the detector (Ry, Rx, Qy, Qx) and the mean part of the beam that the detector catches."""
         count = spec.recipe.phonons.count
         total = np.zeros((*spec.recipe.scan.shape, *spec.recipe.detector.shape))
         for configuration in range(max(1, count)):
-            slices = self._displaced_slices(spec, configuration) if count else static
-            total += self._patterns(spec, slices)
+            slices = self.displaced_slices(spec, configuration) if count else static
+            total += self.patterns(spec, slices)
         total /= max(1, count)
         return total.astype(np.float32), float(total.sum(axis=(-2, -1)).mean())
 
-    def _patterns(self, spec: SampleSpec, slices: NDArray[np.float32]) -> NDArray[np.float64]:
-        recipe, structure = spec.recipe, spec.structure
-        grid, extent, q = spec.grid_yx, structure.extent_yx_A, spec.q_sampling_yx_per_A
-        shape = recipe.detector.shape
-        rows, columns = (overlap_matrix(grid[a], extent[a], shape[a], q[a]) for a in (0, 1))
-        points = lattice_points(
-            recipe.scan.shape, recipe.scan.step_A, spec.scan_origin_yx_A, spec.values["scan_rotation_deg"]
-        ).reshape(-1, 2)
-        points = np.mod(points, np.asarray(extent))
+    def patterns(self, spec: SampleSpec, slices: Slices) -> NDArray[np.float64]:
+        """Patterns on the detector (Ry, Rx, Qy, Qx), as parts of the incident beam."""
+        rows, columns = self._detector(spec)
+        points = self.positions(spec)
         incident = self._incident_norm(spec)
-        step = batch_positions(grid)
+        step = batch_positions(spec.grid_yx)
+        stacked = slices.stacked()
+        shape = spec.recipe.detector.shape
         out = np.empty((len(points), *shape))
         for start in range(0, len(points), step):
-            intensity = self.exit_intensity(spec, slices, points[start : start + step])
+            intensity = self._exit_intensity(spec, stacked, points[start : start + step])
             out[start : start + step] = resample(intensity, rows, columns) / incident
-        return out.reshape(*recipe.scan.shape, *shape)
+        return out.reshape(*spec.recipe.scan.shape, *shape)
 
-    def exit_intensity(
-        self, spec: SampleSpec, slices: NDArray[np.float32], points_yx: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def _detector(self, spec: SampleSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What part of each row and column of the grid falls into each of the detector's."""
+        grid, extent, q = spec.grid_yx, spec.structure.extent_yx_A, spec.q_sampling_yx_per_A
+        shape = spec.recipe.detector.shape
+        rows, columns = (overlap_matrix(grid[a], extent[a], shape[a], q[a]) for a in (0, 1))
+        return rows, columns
+
+    def positions(self, spec: SampleSpec) -> NDArray[np.float64]:
+        """Probe positions (positions, 2) as (y, x) in Å, folded into the cell."""
+        scan, rotation = spec.recipe.scan, spec.values["scan_rotation_deg"]
+        points = lattice_points(scan.shape, scan.step_A, spec.scan_origin_yx_A, rotation).reshape(-1, 2)
+        return np.mod(points, np.asarray(spec.structure.extent_yx_A))
+
+    def exit_intensity(self, spec: SampleSpec, slices: Slices, points_yx: NDArray[np.float64]) -> NDArray[np.float64]:
         """Diffraction intensity on the whole grid, (positions, Ny, Nx), zero frequency first; not normalised."""
-        waves = self._probe(spec).multislice(
-            self._potential_array(spec.structure, slices), scan=self._scan(points_yx), lazy=False
-        )
-        return _intensity(waves.array)
+        return self._exit_intensity(spec, slices.stacked(), points_yx)
 
-    def _potential_array(self, structure: StructureSpec, slices: NDArray[np.float32]) -> Any:
+    def _exit_intensity(
+        self, spec: SampleSpec, stacked: NDArray[np.floating], points_yx: NDArray[np.float64], *, lazy: bool = False
+    ) -> NDArray[np.float64]:
+        waves = self._probe(spec).multislice(
+            self._potential_array(spec.structure, stacked), scan=self._scan(points_yx), lazy=lazy
+        )
+        if lazy:
+            waves = waves.compute(scheduler="synchronous", progress_bar=False)
+        return self._intensity(waves.array)
+
+    def lazy_intensity(self, spec: SampleSpec, slices: Slices, points_yx: NDArray[np.float64]) -> NDArray[np.float64]:
+        """As `exit_intensity`, by abTEM's lazy way on Dask's synchronous scheduler: for benchmarks only."""
+        return self._exit_intensity(spec, slices.stacked(), points_yx, lazy=True)
+
+    def _potential_array(self, structure: StructureSpec, slices: NDArray[np.floating]) -> Any:
         y, x = structure.extent_yx_A
         return self._abtem.PotentialArray(
             slices, slice_thickness=(structure.slice_thickness_A,) * len(slices), extent=(x, y)
@@ -178,7 +245,7 @@ class AbtemSimulator:
     def _incident_norm(self, spec: SampleSpec) -> float:
         """Total intensity of the probe before the specimen: what patterns are fractions of."""
         waves = self._probe(spec).build(self._scan(np.zeros((1, 2))), lazy=False)
-        return float(_intensity(waves.array).sum())
+        return float(self._intensity(waves.array).sum())
 
     def _probe(self, spec: SampleSpec) -> Any:
         values = spec.values
@@ -196,20 +263,46 @@ class AbtemSimulator:
             gpts=spec.grid_yx[::-1],
         )
 
+    def _intensity(self, waves: Any) -> NDArray[np.float64]:
+        """abTEM's waves (positions, x, y) -> intensity of their transform, (positions, y, x)."""
+        import scipy.fft
 
-def _intensity(waves: Any) -> NDArray[np.float64]:
-    """abTEM's waves (positions, x, y) -> intensity of their transform, (positions, y, x)."""
-    import scipy.fft
+        if waves.dtype != self.complex:
+            raise RuntimeError(f"abTEM gave waves of {waves.dtype}, {self.complex} expected: its configuration changed")
+        transformed = scipy.fft.fft2(np.asarray(waves), axes=(-2, -1), workers=1)
+        intensity = transformed.real.astype(np.float64) ** 2 + transformed.imag.astype(np.float64) ** 2
+        return np.swapaxes(intensity, -1, -2)
 
-    if waves.dtype != np.complex64:
-        raise RuntimeError(f"abTEM gave waves of {waves.dtype}, complex64 expected: its configuration was changed")
-    transformed = scipy.fft.fft2(np.asarray(waves), axes=(-2, -1), workers=1)
-    intensity = transformed.real.astype(np.float64) ** 2 + transformed.imag.astype(np.float64) ** 2
-    return np.swapaxes(intensity, -1, -2)
+    # -- what the fast multislice takes from abTEM -------------------------------------------------------------------
+
+    def optics(self, spec: SampleSpec) -> Optics:
+        """Probe, propagator and aperture of a sample, by abTEM's own formulas."""
+        from abtem.antialias import antialias_aperture
+        from abtem.multislice import FresnelPropagator
+
+        (ly, lx), (ny, nx) = spec.structure.extent_yx_A, spec.grid_yx
+        thickness, values = spec.structure.slice_thickness_A, spec.values
+        waves = self._probe(spec).build(self._scan(np.zeros((1, 2))), lazy=False)
+        key = (ly, lx, ny, nx, thickness, *(values[name] for name in ("energy_keV", "tilt_x_mrad", "tilt_y_mrad")))
+        if self._between is None or self._between[0] != key:  # samples often share it
+            propagator = np.asarray(FresnelPropagator().get_array(waves, thickness))
+            aperture = np.asarray(antialias_aperture((nx, ny), (lx / nx, ly / ny), np))
+            self._between = (key, propagator, aperture)
+        _, propagator, aperture = self._between
+        return Optics(probe=np.asarray(waves.array)[0], propagator=propagator, aperture=aperture)
+
+    def transmission(self, spec: SampleSpec, slices: NDArray[np.floating]) -> NDArray[np.complexfloating]:
+        """exp(i sigma V) of each slice (slices, x, y); not yet band-limited."""
+        potential = self._potential_array(spec.structure, slices)
+        return np.asarray(potential.transmission_function(spec.values["energy_keV"] * 1e3).array)
 
 
-def _label(spec: SampleSpec, slices: NDArray[np.float32]) -> NDArray[np.float32]:
-    projected = slices.sum(axis=0, dtype=np.float64).T  # (x, y) -> (y, x)
+def _once(slices: NDArray[np.floating]) -> Slices:
+    return Slices(different=slices, order=np.arange(len(slices)))
+
+
+def _label(spec: SampleSpec, slices: Slices) -> NDArray[np.float32]:
+    projected = slices.projected().T  # (x, y) -> (y, x)
     recipe = spec.recipe
     label = project_label(
         projected,

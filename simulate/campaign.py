@@ -232,7 +232,9 @@ class _Run:
 
     def _patience(self) -> float:
         """Without any outcome for so long, the workers hang: far more than the longest task should need."""
-        longest = max((sum(map(estimate_seconds, task.samples())) for task in list(self.todo)[:64]), default=0.0)
+        simulator = self.plan.simulator
+        costs = (sum(estimate_seconds(s, simulator) for s in t.samples()) for t in list(self.todo)[:64])
+        longest = max(costs, default=0.0)
         return max(600.0, 30.0 * longest)
 
     def execute(self) -> CampaignResult:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Calibration", "calibrate", "estimate_seconds", "sample_bytes", "worker_memory_bytes"]
 
+# Nanoseconds per probe, slice and grid point at 128 squared on one core, and by which power of the number of points it
+# grows as the grid leaves the cache; a part that every sample costs, in seconds.
+_SPEED = {"fast": (4.5e-9, 0.15, 0.02), "abtem": (15e-9, 0.56, 0.05)}
+_POTENTIAL = 80e-9  # seconds per slice and grid point: a potential and its transmission functions
 _BASE_MEMORY = 450_000_000  # a worker after importing abTEM, numba, h5py and distributed
 
 
@@ -30,16 +34,19 @@ class Calibration:
     measured_seconds: float
 
 
-def estimate_seconds(sample: SampleSpec) -> float:
+def estimate_seconds(sample: SampleSpec, simulator: str = "fast") -> float:
     """Seconds on one core by a model: per probe, slice and grid point a time that grows as the grid leaves the cache.
 
-    Measured with abTEM's eager multislice on one core: 15, 34 and 71 ns a point at 128², 256² and 512².
+    Measured on one core: the fast multislice 4.2, 4.5 and 6.1 ns a point at 128², 256² and 512²; abTEM's eager one with
+    estimated plans 15, 34 and 71 ns. Each frozen-phonon configuration has a potential of its own to be made.
     """
+    at_128, power, once = _SPEED.get(simulator, _SPEED["abtem"])
     points = sample.grid_yx[0] * sample.grid_yx[1]
     probes = sample.recipe.scan.shape[0] * sample.recipe.scan.shape[1]
-    per_point = 15e-9 * max(1.0, points / 128**2) ** 0.56
-    runs = max(1, sample.recipe.phonons.count)
-    return 0.05 + runs * probes * sample.exit_plane * points * per_point
+    per_point = at_128 * max(1.0, points / 128**2) ** power
+    configurations = sample.recipe.phonons.count
+    per_slice = points * (probes * per_point + (_POTENTIAL if configurations else 0.0))
+    return once + max(1, configurations) * sample.exit_plane * per_slice
 
 
 def sample_bytes(fields: Iterable[FieldSpec]) -> int:
@@ -47,15 +54,27 @@ def sample_bytes(fields: Iterable[FieldSpec]) -> int:
     return sum(np.dtype(f.dtype).itemsize * math.prod(f.shape) for f in fields)
 
 
-def worker_memory_bytes(sample: SampleSpec) -> int:
-    """Peak memory of a worker: about 5 x batch x grid x 8 bytes of waves, and the slices in float32, twice while they
-    are built, beside what a worker holds from its start."""
+def worker_memory_bytes(sample: SampleSpec, simulator: str = "fast") -> int:
+    """Peak memory of a worker, beside what it holds from its start: slices in float32, twice while they are built, and
+
+    - fast: the buffers of the grids that it keeps, the transmission functions in hand and those kept for other
+      samples, and what abTEM needs for one probe;
+    - abTEM: about 5 x batch x grid x 8 bytes of waves.
+    """
     from exitwave.simulate.abtem_backend import batch_positions
+    from exitwave.simulate.multislice import KEPT_GRIDS, KEPT_TRANSMISSION_BYTES
+    from exitwave.simulate.propagation import propagation_bytes
 
     points = sample.grid_yx[0] * sample.grid_yx[1]
-    waves = 5 * batch_positions(sample.grid_yx) * points * 8
-    slices = 2 * sample.exit_plane * points * 4
-    return _BASE_MEMORY + waves + slices + 2 * sample_bytes_of(sample)
+    if simulator == "fast":
+        static = sample.recipe.grid.projection == "infinite" and not sample.recipe.phonons.count
+        different = sample.structure.slices if static else sample.exit_plane + sample.structure.slices
+        transmissions = different * points * 8 + KEPT_TRANSMISSION_BYTES
+        waves = KEPT_GRIDS * propagation_bytes(sample.grid_yx) + transmissions + 10 * points * 8
+    else:
+        different = 2 * sample.exit_plane
+        waves = 5 * batch_positions(sample.grid_yx) * points * 8
+    return _BASE_MEMORY + waves + 2 * different * points * 4 + 2 * sample_bytes_of(sample)
 
 
 def sample_bytes_of(sample: SampleSpec) -> int:
@@ -74,9 +93,9 @@ def calibrate(plan: Plan, *, budget_s: float = 10.0) -> Calibration:
     weight: dict[tuple[int, int], float] = {}
     for sample in plan.samples():
         grid = sample.grid_yx
-        cost = estimate_seconds(sample)
+        cost = estimate_seconds(sample, plan.simulator)
         weight[grid] = weight.get(grid, 0.0) + cost
-        if grid not in cheapest or cost < estimate_seconds(cheapest[grid]):
+        if grid not in cheapest or cost < estimate_seconds(cheapest[grid], plan.simulator):
             cheapest[grid] = sample
     simulator = get_simulator(plan.simulator)
     order = sorted(cheapest, key=lambda grid: -weight[grid])
@@ -86,7 +105,7 @@ def calibrate(plan: Plan, *, budget_s: float = 10.0) -> Calibration:
     for grid in order:
         start = time.perf_counter()
         next(iter(simulator.simulate([cheapest[grid]])))
-        ratios[grid] = (time.perf_counter() - start) / estimate_seconds(cheapest[grid])
+        ratios[grid] = (time.perf_counter() - start) / estimate_seconds(cheapest[grid], plan.simulator)
         if time.perf_counter() - began > budget_s:
             break
     usual = float(np.median(list(ratios.values())))

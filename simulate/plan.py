@@ -17,6 +17,7 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION
 from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
+from exitwave.simulate.simulator import resolve_simulator
 from exitwave.simulate.spec import MAX_SAMPLES, CampaignSpec
 from exitwave.simulate.splits import SplitUnit, assign_splits
 from exitwave.simulate.structures.orient import OrientationError, orient
@@ -213,7 +214,7 @@ def _with_tasks(
             f"at most {MAX_SAMPLES} expected in one campaign; ask for fewer, or divide it into several campaigns"
         )
     recipe = spec.recipe()
-    simulator = "abtem" if spec.simulator == "auto" else spec.simulator
+    simulator = resolve_simulator(spec.simulator)
     campaign_hash = _campaign_hash(spec, structures, splits, simulator)
     fields = fields_of(recipe)
     tasks: list[TaskSpec] = []
@@ -233,8 +234,8 @@ def _with_tasks(
                 continue
             _refuse_twins(seen, sample)
             good.append((k, sample.uid))
-            seconds += estimate_seconds(sample)
-            memory = max(memory, worker_memory_bytes(sample))
+            seconds += estimate_seconds(sample, simulator)
+            memory = max(memory, worker_memory_bytes(sample, simulator))
         if reasons:
             lost += sum(reasons.values())
             part = f"{sum(reasons.values())} of {spec.samples_per_structure} samples: {reasons.most_common(1)[0][0]}"

@@ -11,7 +11,7 @@ import numpy as np
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.tasks import SampleSpec
 
-__all__ = ["Sample", "Simulator", "get_simulator", "simulate_sample", "simulator_names"]
+__all__ = ["Sample", "Simulator", "get_simulator", "resolve_simulator", "simulate_sample", "simulator_names"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,25 @@ class Simulator(Protocol):
 
 
 def simulator_names() -> tuple[str, ...]:
-    return ("abtem", "weak-phase")
+    return ("fast", "abtem", "weak-phase")
+
+
+def resolve_simulator(name: str) -> str:
+    """What `auto` stands for: the fast multislice, which runs every specification that abTEM runs.
+
+    The answer takes part in the hash of a campaign, so that it never depends on the machine.
+    """
+    return "fast" if name == "auto" else name
 
 
 def get_simulator(name: str = "auto") -> Simulator:
-    """A simulator by name; `auto` is the reference, abTEM. Raises UsageError naming those that exist."""
-    if name in ("auto", "abtem"):
+    """A simulator by name. Raises UsageError naming those that exist."""
+    name = resolve_simulator(name)
+    if name == "fast":
+        from exitwave.simulate.multislice import FastSimulator
+
+        return FastSimulator()
+    if name == "abtem":
         from exitwave.simulate.abtem_backend import AbtemSimulator
 
         return AbtemSimulator()

@@ -316,7 +316,7 @@ class CampaignSpec(Recipe):
     split: SplitSpec = SplitSpec()
     samples_per_structure: int = Field(default=16, ge=1, le=MAX_SAMPLES)
     samples_per_shard: int = Field(default=16, ge=1, le=100_000)
-    simulator: Literal["auto", "abtem", "weak-phase"] = "auto"
+    simulator: Literal["auto", "fast", "abtem", "weak-phase"] = "auto"
 
     def recipe(self) -> Recipe:
         """The part of the campaign that travels to the workers."""

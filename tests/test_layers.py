@@ -25,6 +25,8 @@ ONLY_IN = {
     "dask": ("simulate/cluster.py",),
     "distributed": ("simulate/cluster.py",),
     "h5py": ("ingest/shard.py",),
+    "numba": ("simulate/kernels.py", "simulate/threads.py"),
+    "pyfftw": ("simulate/transforms.py", "workflows/doctor.py"),
     "torch": ("train/", "ingest/batches.py"),
     "ruamel": ("workflows/config.py",),
     "yaml": ("workflows/config.py",),

@@ -13,6 +13,7 @@ from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.rejections import grouped, rejected_structures
 
 __all__ = [
+    "bench_table",
     "doctor_table",
     "failures_table",
     "inspect_table",
@@ -204,6 +205,18 @@ def sample_table(document: Row) -> Group:
     return Group(
         Text(f"sample {document['uid']}: {document['formula']}"), _pairs(rows), Text(f"picture: {document['picture']}")
     )
+
+
+def bench_table(document: Row) -> Group:
+    """What was measured, and the targets. Columns are those of the benchmark's own rows."""
+    columns = list(document["rows"][0])
+    table = _table(*columns, right=[c for c in columns if not isinstance(document["rows"][0][c], str)])
+    for row in document["rows"]:
+        table.add_row(*(str(row[c]) for c in columns))
+    targets = _table("target", "value", "wanted", "holds", right=("value", "wanted"))
+    for t in document["targets"]:
+        targets.add_row(t["name"], str(t["value"]), str(t["target"]), "yes" if t["holds"] else "no")
+    return Group(table, Text(""), targets)
 
 
 _ABERRATIONS = ("defocus_A", "C12_A", "C21_A", "C23_A", "C30_A", "C32_A", "C34_A", "C50_A")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from exitwave.workflows import verbs_data, verbs_train  # noqa: F401  (their verbs stand before this one in the help)
 from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
 
 
@@ -16,14 +17,16 @@ from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
     purpose="Measure exitwave beside its peers, in one run.",
     more="allreduce: step times of the gradient engine beside DistributedDataParallel's with five bucket sizes, two "
     "ranks, over the loopback interface and over links of 1 Gbit/s and 400 Mbit/s. The slower links are made of "
-    "network namespaces and need root; without it they are skipped, and said so.",
-    example="exitwave bench allreduce\n"
+    "network namespaces and need root; without it they are skipped, and said so. "
+    "simulate: the multislice loop on one core beside its floor (two transforms for each slice and probe) and abTEM.",
+    example="exitwave bench simulate\n"
+    "exitwave bench allreduce\n"
     "exitwave bench allreduce --link loopback --model fc-densenet-tiny --seconds 60 --json",
     then="Compare the ratios, not the times: machines differ.",
     codes="0 measured, whether or not the targets hold; 1 a rank failed; 2 no such benchmark; 75 stopped.",
 )
 def bench(
-    what: Annotated[str, typer.Argument(metavar="allreduce", help="What to measure.")],
+    what: Annotated[str, typer.Argument(metavar="allreduce|simulate", help="What to measure.")],
     link: Annotated[
         list[str] | None, typer.Option("--link", metavar="NAME", help="loopback, 1gbit, 400mbit; all by default.")
     ] = None,
@@ -36,6 +39,9 @@ def bench(
     seconds: Annotated[
         float, typer.Option("--seconds", min=1.0, help="To measure each model on each link, after warming up.")
     ] = 20.0,
+    full: Annotated[
+        bool, typer.Option("--full", help="simulate: grids of 512 x 512 too; takes several times as long.")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -44,13 +50,22 @@ def bench(
 
     from exitwave.ingest.errors import UsageError
 
-    if what != "allreduce":
-        raise UsageError(f"bench: {what!r} does not exist: choose allreduce")
-    from exitwave.train.allreduce.bench import run_bench, table
-
     def say(line: str) -> None:
         if not quiet:
             print(line, file=sys.stderr, flush=True)
+
+    if what == "simulate":
+        from exitwave.simulate.bench import bench_simulate
+        from exitwave.workflows.session import open_session
+        from exitwave.workflows.tables import bench_table
+
+        with open_session(json=json, quiet=quiet) as session:
+            measured = bench_simulate(full=full, note=session.note)
+            session.result(measured, lambda: bench_table(measured))
+        return
+    if what != "allreduce":
+        raise UsageError(f"bench: {what!r} does not exist: choose allreduce or simulate")
+    from exitwave.train.allreduce.bench import run_bench, table
 
     document = run_bench(links=link, models=model, seconds=seconds, say=say)
     print(codec.dumps(document, indent=1) if json else table(document))

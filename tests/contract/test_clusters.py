@@ -170,7 +170,7 @@ def test_a_worker_that_dies_while_it_starts_is_an_interruption() -> None:
 
 
 def test_a_campaign_makes_the_same_bits_on_any_cluster(tmp_path: Path) -> None:
-    """abTEM on inline, on one and on two local workers: the same files, byte for byte, in the same order."""
+    """Multislice on inline, on one and on two local workers: the same files, byte for byte, in the same order."""
     small = plan(samples_per_structure=1, samples_per_shard=1)
     found = []
     for name, workers in (("inline", 1), ("local", 1), ("local", 2)):

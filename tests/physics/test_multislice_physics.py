@@ -11,7 +11,7 @@ import pytest
 from ase.build import bulk
 from sim_samples import campaign, sample, single_atom
 
-from exitwave.simulate.abtem_backend import AbtemSimulator
+from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
 from exitwave.simulate.physics import interaction_parameter, probe_radius_A, wavelength_A
 from exitwave.simulate.plan import make_plan
 from exitwave.simulate.tasks import SampleSpec, draw_sample
@@ -53,13 +53,11 @@ def test_mean_inner_potential(simulator: AbtemSimulator, builder: dict[str, Any]
     """Lobato's parametrisation, infinite projection: the mean of one period, from the slices that waves pass."""
     spec = crystal(builder, grid={"potential_sampling_A": 0.1}, sampling={"thickness_A": 12})
     slices = simulator.static_slices(spec)
-    assert len(slices) == spec.exit_plane
-    mean = slices.sum(axis=0, dtype=np.float64).mean() / spec.thickness_A
+    assert len(slices.order) == spec.exit_plane and len(slices.different) == spec.structure.slices
+    mean = slices.projected().mean() / spec.thickness_A
     whole_periods = spec.exit_plane % spec.structure.slices == 0
     if not whole_periods:
-        period = simulator._period
-        assert period is not None
-        mean = period[1].sum(axis=0, dtype=np.float64).mean() / spec.structure.lengths_A[2]
+        mean = slices.different.sum(axis=0, dtype=np.float64).mean() / spec.structure.lengths_A[2]
     assert mean == pytest.approx(volts, abs=0.1)
 
 
@@ -153,7 +151,8 @@ def test_a_vanishing_specimen_leaves_everything_in_the_disc(simulator: AbtemSimu
     slices = simulator.static_slices(spec)
     scattered = []
     for factor in (0.0, 0.01, 0.02):
-        intensity = simulator.exit_intensity(spec, slices * np.float32(factor), np.array([[8.0, 8.0]]))[0]
+        weaker = Slices(different=slices.different * np.float32(factor), order=slices.order)
+        intensity = simulator.exit_intensity(spec, weaker, np.array([[8.0, 8.0]]))[0]
         q = np.fft.fftfreq(len(intensity), d=16.0 / len(intensity))
         angle = np.hypot(q[:, None], q[None, :]) * spec.wavelength_A * 1e3
         edge = 20 + spec.wavelength_A * 1e3 / 16.0
@@ -228,7 +227,7 @@ def test_frozen_phonons_repeat_and_soften_the_discs(simulator: AbtemSimulator) -
 
 def test_finite_projection_has_the_same_total(simulator: AbtemSimulator) -> None:
     infinite, finite = (
-        simulator.static_slices(crystal(bulk_cell("Si"), grid={"potential_sampling_A": 0.2, "projection": p}))
+        simulator.static_slices(crystal(bulk_cell("Si"), grid={"potential_sampling_A": 0.2, "projection": p})).stacked()
         for p in ("infinite", "finite")
     )
     assert finite.shape == infinite.shape

@@ -1,0 +1,200 @@
+"""The fast multislice against abTEM, which it must equal within rounding, and against itself, to the bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyfftw
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_samples import recipe, sample, single_atom
+
+from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
+from exitwave.simulate.multislice import FastSimulator
+from exitwave.simulate.propagation import kept_rows
+from exitwave.simulate.simulator import get_simulator, simulate_sample
+from exitwave.simulate.tasks import SampleSpec, StructureSpec, draw_sample
+
+# Largest difference of intensities, as a part of the largest intensity.
+TOLERANCE = {"float32": 5e-5, "float64": 1e-12}
+SIMULATORS = {p: (AbtemSimulator(precision=p), FastSimulator(precision=p)) for p in ("float32", "float64")}
+
+
+def some_crystal(x: float = 9.0, y: float = 12.0, z: float = 4.0, slices: int = 2, heavy: int = 79) -> StructureSpec:
+    """Four atoms without any symmetry in a cell that is not square."""
+    return replace(
+        single_atom(),
+        key=f"crystal-{x}-{y}-{z}-{slices}-{heavy}",
+        numbers=(heavy, 14, 8, 31),
+        positions_A=((0.1 * x, 0.2 * y, 0.3), (0.55 * x, 0.35 * y, 0.4 * z), (0.8 * x, 0.9 * y, 0.6 * z), (0, 0, 0)),
+        lengths_A=(x, y, z),
+        slices=slices,
+    )
+
+
+def spec_of(structure: StructureSpec, *, sampling: dict[str, Any], **changes: Any) -> SampleSpec:
+    defaults: dict[str, Any] = {"grid": {"potential_sampling_A": 0.25}, "scan": {"shape": [2, 2], "step_A": 0.9}}
+    return draw_sample(structure, recipe(sampling=sampling, **(defaults | changes)), 0, "train")
+
+
+def difference(spec: SampleSpec, precision: str, slices: Slices | None = None) -> float:
+    """Of the whole grid's intensities at all positions, over their largest."""
+    abtem, fast = SIMULATORS[precision]
+    with abtem.configured():
+        slices = slices if slices is not None else abtem.static_slices(spec)
+        points = abtem.positions(spec)
+        theirs, ours = (simulator.exit_intensity(spec, slices, points) for simulator in (abtem, fast))
+    return float(np.abs(theirs - ours).max() / theirs.max())
+
+
+def between(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high, allow_nan=False)
+
+
+@st.composite
+def specifications(draw: st.DrawFn) -> SampleSpec:
+    structure = some_crystal(
+        x=draw(between(6, 16)),
+        y=draw(between(6, 16)),
+        z=draw(between(2, 6)),
+        slices=draw(st.integers(1, 4)),
+        heavy=draw(st.sampled_from([6, 29, 79])),
+    )
+    sampling: dict[str, Any] = {
+        "energy_keV": draw(between(40, 300)),
+        "semiangle_mrad": draw(between(2, 40)),
+        "defocus_A": draw(between(-300, 300)),
+        "thickness_A": draw(between(2, 60)),
+        "scan_rotation_deg": draw(between(-180, 180)),
+        "tilt_x_mrad": draw(st.just(0.0) | between(-30, 30)),
+        "tilt_y_mrad": draw(st.just(0.0) | between(-30, 30)),
+        "C30_A": draw(between(-1e5, 1e5)),
+        "C50_A": draw(between(-1e7, 1e7)),
+    }
+    for name, most in (("12", 50.0), ("21", 500.0), ("23", 500.0), ("32", 1e4), ("34", 1e4)):
+        sampling[f"C{name}_A"] = draw(st.just(0.0) | between(0, most))
+        sampling[f"phi{name}_deg"] = draw(between(-180, 180))
+    grid = {
+        "potential_sampling_A": draw(between(0.15, 0.35)),
+        "projection": draw(st.sampled_from(["infinite", "infinite", "finite"])),
+        "parametrization": draw(st.sampled_from(["lobato", "kirkland"])),
+    }
+    scan = {"shape": [draw(st.integers(1, 3)), draw(st.integers(1, 3))], "step_A": draw(between(0.1, 3))}
+    return spec_of(structure, sampling=sampling, grid=grid, scan=scan, label={"shape": scan["shape"]})
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(specifications())
+def test_any_specification_gives_what_abtem_gives(spec: SampleSpec) -> None:
+    for precision, tolerance in TOLERANCE.items():
+        assert difference(spec, precision) <= tolerance, precision
+
+
+def test_a_thick_heavy_specimen_agrees_in_float32() -> None:
+    """200 Å of a crystal with gold: rounding adds up over a hundred slices."""
+    spec = spec_of(some_crystal(), sampling={"thickness_A": 200, "semiangle_mrad": 25})
+    assert spec.exit_plane == 100
+    assert difference(spec, "float32") <= TOLERANCE["float32"]
+
+
+def test_a_probe_wider_than_the_antialias_aperture_agrees() -> None:
+    """Before the first slice the probe may hold frequencies that no later wave holds: none is lost."""
+    spec = spec_of(some_crystal(), sampling={"thickness_A": 4, "semiangle_mrad": 70, "energy_keV": 80})
+    assert 1e3 * spec.wavelength_A / (3 * spec.grid_sampling_A) < 70
+    assert difference(spec, "float64") <= TOLERANCE["float64"]
+
+
+def test_the_loop_is_told_from_a_wrong_one() -> None:
+    """The comparison sees a slice left out and two slices exchanged: far more than its tolerance."""
+    spec = spec_of(some_crystal(), sampling={"thickness_A": 20})
+    abtem, fast = SIMULATORS["float64"]
+    with abtem.configured():
+        right = abtem.static_slices(spec)
+        points = abtem.positions(spec)
+        theirs = abtem.exit_intensity(spec, right, points)
+        for order in (right.order[:-1], right.order[::-1]):
+            wrong = fast.exit_intensity(spec, replace(right, order=order), points)
+            assert np.abs(theirs - wrong).max() > 1e-4 * theirs.max()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_whole_samples_agree(count: int) -> None:
+    """Patterns, label and captured fraction, with and without frozen phonons."""
+    spec = spec_of(
+        some_crystal(), sampling={"thickness_A": 24, "tilt_x_mrad": 4}, phonons={"count": count, "rms_A": 0.1}
+    )
+    theirs, ours = (simulate_sample(spec, simulator=name) for name in ("abtem", "fast"))
+    scale = theirs.arrays["cbed"].max()
+    assert np.abs(theirs.arrays["cbed"] - ours.arrays["cbed"]).max() <= TOLERANCE["float32"] * scale
+    assert theirs.arrays["potential"].tobytes() == ours.arrays["potential"].tobytes()
+    assert math.isclose(theirs.params["captured_fraction"], ours.params["captured_fraction"], abs_tol=1e-5)
+
+
+def test_batches_do_not_touch_the_bits() -> None:
+    """Alone or among others, in any batch, after any other grid and any measured plan: the same bits."""
+    spec = spec_of(some_crystal(), sampling={"thickness_A": 20, "C30_A": 1e4}, scan={"shape": [3, 3], "step_A": 0.7})
+    other = spec_of(some_crystal(x=14.0), sampling={"thickness_A": 8})
+    found = []
+    for batch in (1, 2, 4, 8):
+        fast = FastSimulator(batch=batch)
+        (made,) = fast.simulate([spec])
+        found.append(made.arrays["cbed"])
+        plane = pyfftw.zeros_aligned(spec.grid_yx[::-1], dtype=np.complex64)
+        pyfftw.FFTW(plane, plane, axes=(-1,), flags=("FFTW_MEASURE",))
+        list(fast.simulate([other]))
+        (again,) = fast.simulate([spec])
+        found.append(again.arrays["cbed"])
+    assert len({array.tobytes() for array in found}) == 1
+    fast = FastSimulator()
+    with fast.configured():
+        slices, points = fast.static_slices(spec), fast.positions(spec)
+        together = fast.exit_intensity(spec, slices, points)
+        for k in (0, 4, 8):
+            assert fast.exit_intensity(spec, slices, points[k : k + 1]).tobytes() == together[k].tobytes()
+
+
+def test_one_pass_gives_every_exit_plane() -> None:
+    spec = spec_of(some_crystal(), sampling={"thickness_A": 30})
+    fast = FastSimulator()
+    with fast.configured():
+        slices, points = fast.static_slices(spec), fast.positions(spec)
+        planes = (1, 4, 15)
+        together = fast.exit_intensities(spec, slices, points, planes)
+        for plane, found in zip(planes, together, strict=True):
+            alone = fast.exit_intensity(spec, replace(slices, order=slices.order[:plane]), points)
+            assert found.tobytes() == alone.tobytes()
+
+
+def test_samples_of_one_structure_share_the_potential() -> None:
+    """One potential and one set of transmission functions for each energy, whatever else differs."""
+    fast = FastSimulator()
+    specs = [
+        spec_of(some_crystal(), sampling={"energy_keV": e, "defocus_A": d, "thickness_A": t})
+        for e, d, t in ((100, 0, 8), (200, 0, 8), (100, 50, 8), (200, 50, 16))
+    ]
+    list(fast.simulate(specs[:1]))
+    period = fast._period
+    list(fast.simulate(specs[1:]))
+    assert fast._period is period
+    assert len(fast._transmissions) == 2
+
+
+def test_auto_is_the_fast_one() -> None:
+    assert get_simulator("auto").name == "fast"
+    spec = sample(single_atom())
+    auto, fast = (simulate_sample(spec, simulator=name) for name in ("auto", "fast"))
+    assert auto.arrays["cbed"].tobytes() == fast.arrays["cbed"].tobytes()
+
+
+@pytest.mark.parametrize("points", [6, 30, 50, 64, 100])
+def test_kept_rows_hold_what_is_used(points: int) -> None:
+    frequency = np.fft.fftfreq(points, 1 / points)
+    for reach in range(points // 2 + 1):
+        rows = kept_rows(np.abs(frequency) <= reach)
+        kept = rows.take(frequency)
+        assert len(kept) == len(rows) and set(frequency[np.abs(frequency) <= reach]) <= set(kept)
+        assert np.array_equal(rows.take(rows.spread(kept[:, None])), kept[:, None])

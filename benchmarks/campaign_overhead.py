@@ -34,7 +34,7 @@ def campaign(samples: int) -> CampaignSpec:
             "samples_per_shard": samples,
             "cell": {"min_extent_A": 26},
             "sampling": {"energy_keV": {"choice": [100, 200]}, "thickness_A": {"uniform": [20, 60]}},
-            "grid": {"potential_sampling_A": 0.25, "max_gpts": 128},
+            "grid": {"sampling_A": 0.25, "max_gpts": 128},
             "detector": {"shape": [32, 32], "max_q_per_A": 1.2},
         }
     )

@@ -96,7 +96,7 @@ def bench_spec(points: int, *, thickness_slices: int, scan: tuple[int, int]) -> 
                 "scan_origin": [3, 3],
             },
             "scan": {"shape": scan, "step_A": 0.5},
-            "grid": {"potential_sampling_A": _SAMPLING_A * 1.0001, "slice_thickness_A": a / 2},
+            "grid": {"sampling_A": _SAMPLING_A * 1.0001, "slice_thickness_A": a / 2},
             "detector": {"shape": [64, 64], "max_angle_mrad": 36},
             "label": {"shape": scan},
         }

@@ -194,11 +194,11 @@ def _check_size(structure: StructureSpec, spec: CampaignSpec) -> str | None:
     atoms = len(structure.numbers) * structure.repeat_xy[0] * structure.repeat_xy[1] * max(1, periods)
     if atoms > spec.cell.max_atoms:
         return f"{atoms} atoms at {thickest:g} Å, cell.max_atoms is {spec.cell.max_atoms}"
-    points = max(structure.grid_yx(spec.grid.potential_sampling_A))
+    points = max(structure.grid_yx(spec.grid.sampling_A))
     if points > spec.grid.max_gpts:
         y, x = structure.extent_yx_A
         return (
-            f"its supercell of {x:.1f} x {y:.1f} Å needs {points} grid points at {spec.grid.potential_sampling_A:g} Å, "
+            f"its supercell of {x:.1f} x {y:.1f} Å needs {points} grid points at {spec.grid.sampling_A:g} Å, "
             f"grid.max_gpts is {spec.grid.max_gpts}"
         )
     return None

@@ -214,7 +214,7 @@ class ScanSpec(StrictModel):
 class GridSpec(StrictModel):
     """The grid of the wave function and the slices of the potential."""
 
-    potential_sampling_A: float = Field(default=0.2, gt=0.005, le=1)
+    sampling_A: float = Field(default=0.2, gt=0.005, le=1)
     max_gpts: int = Field(default=1024, ge=16, le=8192)
     slice_thickness_A: float = Field(default=2.0, gt=0.1, le=20)
     projection: Literal["infinite", "finite"] = "infinite"

@@ -127,7 +127,7 @@ class SampleSpec:
 
     @property
     def grid_yx(self) -> tuple[int, int]:
-        return self.structure.grid_yx(self.recipe.grid.potential_sampling_A)
+        return self.structure.grid_yx(self.recipe.grid.sampling_A)
 
     @property
     def grid_sampling_A(self) -> float:
@@ -268,7 +268,7 @@ def reject_sample(spec: SampleSpec) -> str | None:
     if widest > limit:
         return (
             f"the detector reaches {widest:.1f} mrad, the grid's antialias cutoff is {limit:.1f} mrad; "
-            f"grid.potential_sampling_A of {spec.recipe.grid.potential_sampling_A * limit / widest * 0.98:.3f} would do"
+            f"grid.sampling_A of {spec.recipe.grid.sampling_A * limit / widest * 0.98:.3f} would do"
         )
     if spec.values["semiangle_mrad"] > widest:
         return (

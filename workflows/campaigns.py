@@ -117,7 +117,7 @@ def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[s
     if plan.memory_per_worker_bytes > memory:
         raise UsageError(
             f"one sample needs about {human_bytes(plan.memory_per_worker_bytes)} of memory, this machine has "
-            f"{human_bytes(memory)}. Use a coarser grid.potential_sampling_A or a smaller cell.min_extent_A."
+            f"{human_bytes(memory)}. Use a coarser grid.sampling_A or a smaller cell.min_extent_A."
         )
     document: dict[str, Any] = plan.summary(workers=n, calibration=calibrate(plan))
     return {**document, "free_bytes": free}

@@ -37,7 +37,7 @@ def some_crystal(x: float = 9.0, y: float = 12.0, z: float = 4.0, slices: int = 
 
 
 def spec_of(structure: StructureSpec, *, sampling: dict[str, Any], **changes: Any) -> SampleSpec:
-    defaults: dict[str, Any] = {"grid": {"potential_sampling_A": 0.25}, "scan": {"shape": [2, 2], "step_A": 0.9}}
+    defaults: dict[str, Any] = {"grid": {"sampling_A": 0.25}, "scan": {"shape": [2, 2], "step_A": 0.9}}
     return draw_sample(structure, recipe(sampling=sampling, **(defaults | changes)), 0, "train")
 
 
@@ -79,7 +79,7 @@ def specifications(draw: st.DrawFn) -> SampleSpec:
         sampling[f"C{name}_A"] = draw(st.just(0.0) | between(0, most))
         sampling[f"phi{name}_deg"] = draw(between(-180, 180))
     grid = {
-        "potential_sampling_A": draw(between(0.15, 0.35)),
+        "sampling_A": draw(between(0.15, 0.35)),
         "projection": draw(st.sampled_from(["infinite", "infinite", "finite"])),
         "parametrization": draw(st.sampled_from(["lobato", "kirkland"])),
     }

@@ -51,7 +51,7 @@ def bulk_cell(name: str, *args: Any) -> dict[str, Any]:
 )
 def test_mean_inner_potential(simulator: AbtemSimulator, builder: dict[str, Any], volts: float) -> None:
     """Lobato's parametrisation, infinite projection: the mean of one period, from the slices that waves pass."""
-    spec = crystal(builder, grid={"potential_sampling_A": 0.1}, sampling={"thickness_A": 12})
+    spec = crystal(builder, grid={"sampling_A": 0.1}, sampling={"thickness_A": 12})
     slices = simulator.static_slices(spec)
     assert len(slices.order) == spec.exit_plane and len(slices.different) == spec.structure.slices
     mean = slices.projected().mean() / spec.thickness_A
@@ -127,7 +127,7 @@ def test_fourfold_symmetry_of_silicon(simulator: AbtemSimulator) -> None:
     """Si[001], the probe on a column, slices of a whole cell: the pattern is fourfold about [Q//2, Q//2]."""
     spec = crystal(
         bulk_cell("Si"),
-        grid={"potential_sampling_A": 0.12, "slice_thickness_A": 5.43},
+        grid={"sampling_A": 0.12, "slice_thickness_A": 5.43},
         sampling={"thickness_A": 22, "semiangle_mrad": 12},
         detector={"shape": [32, 32], "max_q_per_A": 1.5},
         scan={"shape": [1, 1], "step_A": 0.5},
@@ -227,7 +227,7 @@ def test_frozen_phonons_repeat_and_soften_the_discs(simulator: AbtemSimulator) -
 
 def test_finite_projection_has_the_same_total(simulator: AbtemSimulator) -> None:
     infinite, finite = (
-        simulator.static_slices(crystal(bulk_cell("Si"), grid={"potential_sampling_A": 0.2, "projection": p})).stacked()
+        simulator.static_slices(crystal(bulk_cell("Si"), grid={"sampling_A": 0.2, "projection": p})).stacked()
         for p in ("infinite", "finite")
     )
     assert finite.shape == infinite.shape

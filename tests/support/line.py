@@ -33,7 +33,7 @@ campaign:
     semiangle_mrad: 15
     thickness_A: {uniform: [8, 16]}
   scan: {shape: [4, 4], step_A: 0.6}
-  grid: {potential_sampling_A: 0.25, max_gpts: 128}
+  grid: {sampling_A: 0.25, max_gpts: 128}
   detector: {shape: [16, 16], max_angle_mrad: 30}
   label: {shape: [16, 16], blur_A: 0.4}
 train:

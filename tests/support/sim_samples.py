@@ -42,7 +42,7 @@ def recipe(**changes: Any) -> Recipe:
         "seed": 7,
         "sampling": {"energy_keV": 200, "semiangle_mrad": 20, "thickness_A": 4},
         "scan": {"shape": [1, 1], "step_A": 0.5},
-        "grid": {"potential_sampling_A": 0.125},
+        "grid": {"sampling_A": 0.125},
         "detector": {"shape": [32, 32], "max_angle_mrad": 45},
         "label": {"shape": [4, 4], "blur_A": 0.3},
     }
@@ -71,7 +71,7 @@ def campaign(**changes: Any) -> CampaignSpec:
             "thickness_A": {"uniform": [4, 10]},
         },
         "scan": {"shape": [2, 2], "step_A": 0.5},
-        "grid": {"potential_sampling_A": 0.25},
+        "grid": {"sampling_A": 0.25},
         "detector": {"shape": [16, 16], "max_q_per_A": 1.2},
         "label": {"shape": [8, 8], "blur_A": 0.3},
     }

@@ -107,8 +107,8 @@ def test_tasks_are_small_and_travel() -> None:
     ("change", "why"),
     [
         ({"cell": {"min_extent_A": 16, "max_atoms": 50}}, "max_atoms is 50"),
-        ({"grid": {"potential_sampling_A": 0.25, "max_gpts": 64}}, "grid.max_gpts is 64"),
-        ({"grid": {"potential_sampling_A": 0.5}}, "antialias cutoff"),
+        ({"grid": {"sampling_A": 0.25, "max_gpts": 64}}, "grid.max_gpts is 64"),
+        ({"grid": {"sampling_A": 0.5}}, "antialias cutoff"),
         ({"sampling": {"defocus_A": 5000}}, "quarter of the cell"),
         ({"sampling": {"semiangle_mrad": 90, "energy_keV": 200}}, "wider than the detector"),
     ],

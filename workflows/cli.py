@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError
+from exitwave.workflows.interrupts import cut_at_first_signal
 
 __all__ = ["main", "run"]
 
@@ -40,6 +41,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def main() -> None:
     """Entry point of the `exitwave` command."""
+    cut_at_first_signal()
     _open_closed_streams()
     sys.exit(run(sys.argv[1:]))
 

@@ -2,7 +2,7 @@
 
 1. The first signal sets `stop`. Work that can be cut between two units stands in a `finishing` block: it looks at
    `stop`, finishes what is in hand, and raises `InterruptedRunError`. All other work (reading, planning, measuring) is
-   cut where it is, by KeyboardInterrupt. Either way: exit 75, and the same command resumes.
+   cut where it is, by a KeyboardInterrupt (`Cut`). Either way: exit 75, and the same command resumes.
 2. The second ends the process at once with exit 130. Nothing is lost by any of these: files appear under their final
    names only whole, so that the same command resumes then, too.
 
@@ -21,9 +21,27 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupts"]
+__all__ = ["Cut", "Interrupts", "cut_at_first_signal"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Cut(KeyboardInterrupt):
+    """A KeyboardInterrupt whose exit code is ours to give.
+
+    A plain one that passes through `exec` of a text (every data class and named tuple being imported makes one) marks
+    the whole process: Python then ends it by SIGINT, whatever exit code it was given. A subclass leaves no mark.
+    """
+
+
+def cut_at_first_signal() -> None:
+    """From here on Ctrl-C raises `Cut`, unless the process was told to ignore it. For the time before `Interrupts`."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Cut
+
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, handle)
 
 
 class Interrupts:
@@ -66,7 +84,7 @@ class Interrupts:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             if self._finishing is None:
                 _write(f"{name}: stopping.")
-                raise KeyboardInterrupt
+                raise Cut
             if not self._quiet:
                 _write(
                     f"{name}: finishing {self._finishing}, then stopping. Again: stop at once (nothing committed is "

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +81,24 @@ def test_streams_that_came_closed_lead_nowhere(closed: str) -> None:
     command = f"exec {sys.executable} -m exitwave.workflows inspect /nowhere --json {closed}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+
+
+IMPORTING = """
+import os, signal, sys
+from exitwave.workflows.interrupts import Interrupts, cut_at_first_signal
+if sys.argv[1] == "early":
+    cut_at_first_signal()
+try:
+    with Interrupts() if sys.argv[1] == "late" else open(os.devnull):
+        exec("import os, signal; os.kill(os.getpid(), signal.SIGINT)")  # as a data class does that is being imported
+except KeyboardInterrupt:
+    sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_an_interruption_within_an_import_keeps_its_exit_code(when: str, tmp_path: Path) -> None:
+    (tmp_path / "importing.py").write_text(IMPORTING)
+    command = [sys.executable, "-m", "importing", when]  # run by -m, Python looks for the mark at its end
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr

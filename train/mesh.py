@@ -11,9 +11,6 @@ the others' next collective fails, and says that contact was lost.
 
 from __future__ import annotations
 
-import ctypes
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ import torch.distributed as dist
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 
-__all__ = ["Agreement", "RankInfo", "Ranks", "die_with_parent", "open_ranks"]
+__all__ = ["Agreement", "RankInfo", "Ranks", "open_ranks"]
 
 T = TypeVar("T")
 _CLASSES: dict[str, type[ExitwaveError]] = {
@@ -152,13 +149,6 @@ def open_ranks(info: RankInfo, *, timeout_s: float) -> Iterator[Ranks]:
     finally:
         if ours:
             dist.destroy_process_group()
-
-
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent dies: a rank must not outlive its launcher."""
-    if sys.platform.startswith("linux"):
-        pr_set_pdeathsig = 1  # <sys/prctl.h>
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _packed(error: Exception) -> tuple[str, str]:

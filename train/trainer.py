@@ -28,11 +28,12 @@ from torch import nn
 from exitwave.ingest import GlobalSampler, ShardDataset
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import EventLog
+from exitwave.ingest.processes import die_with_parent
 from exitwave.train.allreduce.engine import GroupedAllreduce
 from exitwave.train.dropout import set_dropout_key
 from exitwave.train.loader import EVALUATION_EPOCH, Batch, Measured, Prepare, measure, open_split, rank_batches
 from exitwave.train.loss import per_sample_loss
-from exitwave.train.mesh import RankInfo, Ranks, die_with_parent, open_ranks
+from exitwave.train.mesh import RankInfo, Ranks, open_ranks
 from exitwave.train.nonfinite import not_finite
 from exitwave.train.optim import learning_rate, make_optimizer, set_learning_rate
 from exitwave.train.run import claim_run, load_model, make_model, read_curve, save_model

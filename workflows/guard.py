@@ -7,23 +7,13 @@ is safe: files get their final names only when whole.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
-import signal
 import sys
 
-__all__ = ["die_with_parent", "guarded"]
+from exitwave.ingest.processes import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask for SIGKILL when the parent process ends; end at once if it is not `parent` any more."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
+__all__ = ["guarded"]
 
 
 def guarded(module: str, *arguments: str) -> list[str]:

@@ -18,9 +18,9 @@ from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import write_atomic
+from exitwave.ingest.processes import die_with_parent
 from exitwave.workflows.config import RankEnvironment
 from exitwave.workflows.datasets import find_dataset, require_split
-from exitwave.workflows.guard import die_with_parent
 from exitwave.workflows.session import Session
 
 __all__ = ["RANK_ERRORS", "check_mesh", "clear_rank_errors", "read_rank_errors", "run_rank"]

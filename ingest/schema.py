@@ -7,8 +7,11 @@ Array axes are (y, x). `n` is the number of samples of a shard, (Ry, Rx) the sca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from exitwave.ingest.codecs import ENCODINGS
 
 __all__ = [
     "MANIFEST_FORMAT",
@@ -36,7 +39,8 @@ class FieldSpec:
     """One array field of a sample.
 
     `shape` is the shape of one sample; in the shard the dataset has a leading axis of `n` samples. `axes` names each
-    of the sample's axes, `unit` is the unit of the values.
+    of the sample's axes, `unit` is the unit of the values. `dtype` is that of the stored numbers, which `encoding` and
+    `scale` turn into values of `value_dtype` (see `codecs`); without an encoding they are the same.
     """
 
     name: str
@@ -45,6 +49,18 @@ class FieldSpec:
     axes: tuple[str, ...] = ()
     unit: str = ""
     meaning: str = ""
+    encoding: str = ""
+    scale: float = 1.0
+
+    @property
+    def value_dtype(self) -> np.dtype[Any]:
+        """What readers give."""
+        return np.dtype(ENCODINGS[self.encoding].value_dtype if self.encoding else self.dtype).newbyteorder("<")
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """What the shard holds."""
+        return np.dtype(self.dtype).newbyteorder("<")
 
 
 STANDARD_FIELDS: dict[str, tuple[tuple[str, ...], str, str]] = {

@@ -25,7 +25,7 @@ from exitwave.ingest.codecs import check_codec, decode
 from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.ingest.files import byte_view, crc32c, disk_full_means_interrupted, part_path, publish, shard_path
 from exitwave.ingest.records import Extent, PublishedShard, StructureInfo, check_name, dtype_to_json
-from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, TABLES, FieldSpec
+from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, SHARD_VERSIONS_READ, TABLES, FieldSpec
 from exitwave.ingest.shard_check import describe_shard
 
 __all__ = ["ShardReader", "ShardWriter", "Structure", "read_extents"]
@@ -289,11 +289,11 @@ class ShardReader:
             key: value.item() if isinstance(value, np.generic) else value for key, value in self._file.attrs.items()
         }
         found = (self.attrs.get("format"), self.attrs.get("format_version"))
-        if found != (SHARD_FORMAT, SHARD_VERSION):
+        if found[0] != SHARD_FORMAT or found[1] not in SHARD_VERSIONS_READ:
             self._file.close()
             raise UsageError(
                 f"{self.path}: found format {found[0]!r} version {found[1]}, expected {SHARD_FORMAT!r} version "
-                f"{SHARD_VERSION}. Read it with the exitwave that wrote it "
+                f"{' or '.join(map(str, SHARD_VERSIONS_READ))}. Read it with the exitwave that wrote it "
                 f"({self.attrs.get('exitwave_version', 'unknown')})."
             )
 

@@ -204,6 +204,7 @@ def _hspy_group(group: Any, values: Mapping[str, Any]) -> None:
         elif isinstance(value, list | tuple):
             group.create_dataset(f"_list_{key}", data=np.asarray(value), track_times=False)
         elif isinstance(value, np.ndarray):
-            group.create_dataset(key, data=value, track_times=False)
+            chunks = value.shape if value.size else None  # lazy readers take no contiguous array, however small
+            group.create_dataset(key, data=value, chunks=chunks, track_times=False)
         else:
             group.attrs[key] = "_None_" if value is None else value

@@ -111,7 +111,8 @@ class Samples:
     def provenance(self) -> dict[str, Any]:
         """Where the samples come from, and the noise that was added."""
         header = self.data.manifest.header
-        found: dict[str, Any] = {"dataset_id": header.dataset_id, "dataset_name": header.name}
+        # no name here begins with "data": readers of EMD take such for arrays
+        found: dict[str, Any] = {"source_id": header.dataset_id, "source_name": header.name}
         if self.spec.dose_e_per_pattern is not None:
             found |= {"dose_e_per_pattern": self.spec.dose_e_per_pattern, "noise_seed": self.spec.seed}
         return found

@@ -118,6 +118,8 @@ def _emd_metadata(bundle: Any, name: str, values: Mapping[str, Any], python_clas
     group = bundle.create_group(name)
     group.attrs["emd_group_type"], group.attrs["python_class"] = "metadata", python_class
     for key, value in values.items():
+        kind: str
+        stored: Any
         if isinstance(value, bool):
             kind, stored = "bool", np.bool_(value)
         elif isinstance(value, str):

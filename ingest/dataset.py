@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from exitwave.ingest.codecs import decode
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.manifest import load_manifest
 from exitwave.ingest.reading import ShardFiles
@@ -122,9 +123,7 @@ class Dataset:
         if missing := [name for name in fields if name not in specs]:
             raise UsageError(f"{self.root}: no field {missing[0]!r}; there are {', '.join(specs)}")
         n = len(indices)
-        batch = {
-            name: np.empty((n, *specs[name].shape), np.dtype(specs[name].dtype).newbyteorder("<")) for name in fields
-        }
+        batch = {name: np.empty((n, *specs[name].shape), specs[name].stored_dtype) for name in fields}
         uids = np.empty(n, dtype="<u8")
         params = np.empty(n, dtype=self._params_dtype())
         # (n, …) -> (n, bytes of a sample): what is read goes straight to its place
@@ -136,7 +135,8 @@ class Dataset:
             uids[k] = self._files.read(record, row, {name: array[k] for name, array in rows.items()})
             if splits is not None:
                 splits[k] = record.split.encode()  # the manifest's word on the split is the last
-        return {**batch, "uid": uids, "params": params}
+        values = {name: decode(specs[name], array) for name, array in batch.items()}
+        return {**values, "uid": uids, "params": params}
 
     def _params_dtype(self) -> np.dtype[Any]:
         return self.shards[0].extent("params").numpy_dtype if self.shards else np.dtype([])

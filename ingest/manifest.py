@@ -155,8 +155,8 @@ def _records(lines: list[bytes], path: Path) -> Iterator[tuple[str, ShardRecord 
 
 def _check_fields(shard: PublishedShard, header: Header) -> None:
     """UsageError unless the shard's arrays are the header's fields, in their order, dtype and shape."""
-    expected = [(f.name, np.dtype(f.dtype).newbyteorder("<").str, f.shape) for f in header.fields]
-    found = [(e.field, e.dtype, e.sample_shape) for e in shard.extents if e.field not in TABLES]
+    expected = [(f.name, f.stored_dtype.str, f.shape, f.encoding, f.scale) for f in header.fields]
+    found = [(e.field, e.dtype, e.sample_shape, e.encoding, e.scale) for e in shard.extents if e.field not in TABLES]
     tables = [e.field for e in shard.extents if e.field in TABLES]
     if expected != found or sorted(tables) != sorted(TABLES):
         raise UsageError(

@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.codecs import decompress
 from exitwave.ingest.errors import DamagedDataError
 from exitwave.ingest.files import byte_view, crc32c, open_to_read
 from exitwave.ingest.records import Extent, PublishedShard
 from exitwave.ingest.schema import TABLES
 
-__all__ = ["MAX_OPEN", "ShardFiles", "read_extent"]
+__all__ = ["MAX_OPEN", "ShardFiles", "read_extent", "read_sample"]
 
 MAX_OPEN = 256  # a quarter of the usual limit of a process
 _WHAT_TO_DO = "`exitwave verify` lists all that is damaged; take such shards out or simulate them again."
@@ -41,6 +42,21 @@ def read_extent(fd: int, out: Array, offset: int) -> bool:
         if count == 0:
             return False
         view, offset = view[count:], offset + count
+    return True
+
+
+def read_sample(fd: int, extent: Extent, row: int, out: Array) -> bool:
+    """Fills `out` with the stored bytes of sample `row`, decompressed; whether the file had them."""
+    offset, length = extent.place(row)
+    if not extent.compression:
+        return read_extent(fd, out, offset)
+    chunk = np.empty(length, np.uint8)
+    if not read_extent(fd, chunk, offset):
+        return False
+    try:
+        decompress(extent.compression, chunk, out, extent.numpy_dtype.itemsize)
+    except ValueError:
+        return False
     return True
 
 
@@ -128,7 +144,7 @@ class ShardFiles:
     def _read_field(self, shard: _OpenShard, record: PublishedShard, row: int, field: str, out: Array) -> None:
         extent = shard.extents[field]
         try:
-            whole = read_extent(shard.fd, out, extent.offset + row * extent.stride)
+            whole = read_sample(shard.fd, extent, row, out)
         except OSError as error:
             raise self._damage(
                 shard.path, shard.staged, record, f"{self._sample(shard, row)}{field}: {error}"

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.codecs import check_codec
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.schema import MANIFEST_FORMAT, MANIFEST_VERSION, FieldSpec
 
@@ -86,7 +87,9 @@ class Extent:
     """Where the bytes of one field lie in a shard: sample `i` starts at `offset + i·stride`, both in bytes.
 
     `shape` includes the leading axis of n samples, `stride` is the bytes of one sample. `dtype` is a NumPy dtype
-    string, or for the compound `/params` nested tuples as in `dtype_to_json`.
+    string, or for the compound `/params` nested tuples as in `dtype_to_json`. `encoding` and `scale` are those of the
+    field. With `compression`, the bytes of sample `i` are what the chunk at `chunks[i]` = (offset, length) gives; the
+    `offset` of the extent is 0 then.
     """
 
     field: str
@@ -94,6 +97,10 @@ class Extent:
     shape: tuple[int, ...]
     offset: int
     stride: int
+    encoding: str = ""
+    scale: float = 1.0
+    compression: str = ""
+    chunks: tuple[tuple[int, int], ...] = ()
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -105,16 +112,33 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all samples, decompressed."""
         return self.shape[0] * self.stride
 
+    @property
+    def end(self) -> int:
+        """The byte behind the last one in the file."""
+        if self.compression:
+            return max((offset + length for offset, length in self.chunks), default=0)
+        return self.offset + self.nbytes
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Where the bytes of sample `row` lie in the file: offset and length, compressed where they are."""
+        return self.chunks[row] if self.compression else (self.offset + row * self.stride, self.stride)
+
     def to_json(self) -> dict[str, Any]:
-        return {
+        data: dict[str, Any] = {
             "field": self.field,
             "dtype": _lists(self.dtype),
             "shape": list(self.shape),
             "offset": self.offset,
             "stride": self.stride,
         }
+        if self.encoding:
+            data |= {"encoding": self.encoding, "scale": self.scale}
+        if self.compression:
+            data |= {"compression": self.compression, "chunks": _lists(self.chunks)}
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Extent:
@@ -124,6 +148,10 @@ class Extent:
             shape=tuple(int(s) for s in data["shape"]),
             offset=int(data["offset"]),
             stride=int(data["stride"]),
+            encoding=str(data.get("encoding", "")),
+            scale=float(data.get("scale", 1.0)),
+            compression=str(data.get("compression", "")),
+            chunks=tuple((int(offset), int(length)) for offset, length in data.get("chunks", ())),
         )
         expected = extent.numpy_dtype.itemsize * prod(extent.sample_shape)
         if extent.stride != expected or extent.offset < 0 or not extent.shape or min(extent.shape) < 0:
@@ -131,6 +159,11 @@ class Extent:
                 f"extent of {extent.field!r}: offset {extent.offset}, stride {extent.stride}; "
                 f"expected offset >= 0 and stride {expected} for {extent.dtype} {extent.sample_shape}"
             )
+        check_codec(extent.field, extent.numpy_dtype, extent.encoding, extent.compression)
+        if len(extent.chunks) != (extent.shape[0] if extent.compression else 0) or any(
+            offset < 0 or length < 0 for offset, length in extent.chunks
+        ):
+            raise UsageError(f"extent of {extent.field!r}: {len(extent.chunks)} chunks, expected one a sample")
         return extent
 
 
@@ -217,9 +250,9 @@ class PublishedShard:
             "stats": dict(data["stats"]),
         }
         for extent in fields["extents"]:
-            if extent.shape[0] != fields["n"] or extent.offset + extent.nbytes > fields["nbytes"]:
+            if extent.shape[0] != fields["n"] or extent.end > fields["nbytes"]:
                 raise UsageError(
-                    f"extent of {extent.field!r}: {extent.shape[0]} samples to byte {extent.offset + extent.nbytes}, "
+                    f"extent of {extent.field!r}: {extent.shape[0]} samples to byte {extent.end}, "
                     f"expected {fields['n']} samples within {fields['nbytes']} bytes"
                 )
         return fields
@@ -306,7 +339,7 @@ class Header:
             "name": self.name,
             "created": self.created,
             "exitwave_version": self.exitwave_version,
-            "fields": [{**asdict(f), "shape": list(f.shape), "axes": list(f.axes)} for f in self.fields],
+            "fields": [_field_to_json(f) for f in self.fields],
         }
 
     @classmethod
@@ -317,18 +350,30 @@ class Header:
             name=str(data.get("name", "")),
             created=str(data.get("created", "")),
             exitwave_version=str(data.get("exitwave_version", "")),
-            fields=tuple(
-                FieldSpec(
-                    name=check_name(str(f["name"]), "field"),
-                    dtype=str(f["dtype"]),
-                    shape=tuple(int(s) for s in f["shape"]),
-                    axes=tuple(str(a) for a in f["axes"]),
-                    unit=str(f["unit"]),
-                    meaning=str(f["meaning"]),
-                )
-                for f in data["fields"]
-            ),
+            fields=tuple(_field_from_json(f) for f in data["fields"]),
         )
+
+
+def _field_to_json(field: FieldSpec) -> dict[str, Any]:
+    data = {**asdict(field), "shape": list(field.shape), "axes": list(field.axes)}
+    if not field.encoding:
+        del data["encoding"], data["scale"]
+    return data
+
+
+def _field_from_json(data: Mapping[str, Any]) -> FieldSpec:
+    field = FieldSpec(
+        name=check_name(str(data["name"]), "field"),
+        dtype=str(data["dtype"]),
+        shape=tuple(int(s) for s in data["shape"]),
+        axes=tuple(str(a) for a in data["axes"]),
+        unit=str(data["unit"]),
+        meaning=str(data["meaning"]),
+        encoding=str(data.get("encoding", "")),
+        scale=float(data.get("scale", 1.0)),
+    )
+    check_codec(field.name, field.dtype, field.encoding)
+    return field
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,22 +7,30 @@ Array axes are (y, x). `n` is the number of samples of a shard, (Ry, Rx) the sca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from exitwave.ingest.codecs import ENCODINGS
 
 __all__ = [
     "MANIFEST_FORMAT",
     "MANIFEST_VERSION",
+    "MAX_PHONON_ELEMENTS",
     "PARAMS_DTYPE",
+    "PARAMS_SINCE_2",
     "SHARD_FORMAT",
     "SHARD_VERSION",
+    "SHARD_VERSIONS_READ",
     "STANDARD_FIELDS",
     "TABLES",
     "FieldSpec",
 ]
 
 SHARD_FORMAT = "exitwave-shard"
-SHARD_VERSION = 1
+SHARD_VERSION = 2
+# Version 1 had the same layout and fewer columns of /params (`PARAMS_SINCE_2`): readers take it as it is.
+SHARD_VERSIONS_READ = (1, 2)
 MANIFEST_FORMAT = "exitwave-manifest"
 MANIFEST_VERSION = 1
 
@@ -36,7 +44,8 @@ class FieldSpec:
     """One array field of a sample.
 
     `shape` is the shape of one sample; in the shard the dataset has a leading axis of `n` samples. `axes` names each
-    of the sample's axes, `unit` is the unit of the values.
+    of the sample's axes, `unit` is the unit of the values. `dtype` is that of the stored numbers, which `encoding` and
+    `scale` turn into values of `value_dtype` (see `codecs`); without an encoding they are the same.
     """
 
     name: str
@@ -45,6 +54,18 @@ class FieldSpec:
     axes: tuple[str, ...] = ()
     unit: str = ""
     meaning: str = ""
+    encoding: str = ""
+    scale: float = 1.0
+
+    @property
+    def value_dtype(self) -> np.dtype[Any]:
+        """What readers give."""
+        return np.dtype(ENCODINGS[self.encoding].value_dtype if self.encoding else self.dtype).newbyteorder("<")
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """What the shard holds."""
+        return np.dtype(self.dtype).newbyteorder("<")
 
 
 STANDARD_FIELDS: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -60,6 +81,23 @@ STANDARD_FIELDS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "scan_origin + R(scan_rotation)·(i, j)·potential_sampling",
     ),
 }
+
+# How many chemical elements of a structure may have an RMS displacement of their own.
+MAX_PHONON_ELEMENTS = 8
+
+# What version 2 added to /params; zero says that the thing was not there, as in all of version 1.
+PARAMS_SINCE_2: list[tuple[str, str] | tuple[str, str, tuple[int]]] = [
+    ("source_fwhm_A", "<f8"),  # full width at half maximum of the source's image on the specimen
+    ("scan_jitter_A", "<f8"),  # standard deviation of a probe's position along y and along x
+    ("scan_jitter_seed", "<u8"),
+    ("phonon_elements", "u1", (MAX_PHONON_ELEMENTS,)),  # atomic numbers, ascending, then zeros
+    ("phonon_element_rms_A", "<f8", (MAX_PHONON_ELEMENTS,)),  # along each axis, in the order of phonon_elements
+    ("label_phonon_mean", "u1"),  # 1: potential and volume are means over the phonons' configurations
+    ("volume_slab_A", "<f8"),
+    ("images_sampling_A", "<f8"),
+    ("images_aperture_mrad", "<f8"),  # of the objective; 0: none
+    ("images_focal_spread_A", "<f8"),
+]
 
 # Everything that makes a sample again. Aberrations follow one convention, that of abTEM's polar expansion
 # (Kirkland, "Advanced Computing in Electron Microscopy", eq. 2.22 generalised): coefficients C_nm in Å, angles phi_nm
@@ -118,5 +156,6 @@ PARAMS_DTYPE = np.dtype(
         ("structure", "<i4"),
         ("sample_index", "<i8"),
         ("split", "S8"),
+        *PARAMS_SINCE_2,
     ]
 )

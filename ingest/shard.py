@@ -21,10 +21,11 @@ from typing import Any
 import h5py
 import numpy as np
 
+from exitwave.ingest.codecs import check_codec, decode
 from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.ingest.files import byte_view, crc32c, disk_full_means_interrupted, part_path, publish, shard_path
 from exitwave.ingest.records import Extent, PublishedShard, StructureInfo, check_name, dtype_to_json
-from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, TABLES, FieldSpec
+from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, SHARD_VERSIONS_READ, TABLES, FieldSpec
 from exitwave.ingest.shard_check import describe_shard
 
 __all__ = ["ShardReader", "ShardWriter", "Structure", "read_extents"]
@@ -84,6 +85,8 @@ class ShardWriter:
         self.task = task
         self.n = n
         self.fields = tuple(fields)
+        for field in self.fields:
+            check_codec(field.name, field.dtype, field.encoding)
         self._attrs: dict[str, Any] = {
             "format": SHARD_FORMAT,
             "format_version": SHARD_VERSION,
@@ -157,7 +160,13 @@ class ShardWriter:
             add("crc32c", np.dtype("<u4"), (self.n, len(names)), {"fields": ",".join(names)})
             add("params_crc32c", np.dtype("<u4"), (self.n,), {})
             for field in self.fields:
-                attrs = {"axes": ",".join(field.axes), "unit": field.unit, "meaning": field.meaning}
+                attrs: dict[str, Any] = {
+                    "axes": ",".join(field.axes),
+                    "unit": field.unit,
+                    "meaning": field.meaning,
+                }
+                if field.encoding:
+                    attrs |= {"encoding": field.encoding, "scale": field.scale}
                 add(field.name, self._dtypes[field.name], (self.n, *field.shape), attrs)
 
     def write(self, row: int, *, uid: int, params: np.void, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -280,11 +289,11 @@ class ShardReader:
             key: value.item() if isinstance(value, np.generic) else value for key, value in self._file.attrs.items()
         }
         found = (self.attrs.get("format"), self.attrs.get("format_version"))
-        if found != (SHARD_FORMAT, SHARD_VERSION):
+        if found[0] != SHARD_FORMAT or found[1] not in SHARD_VERSIONS_READ:
             self._file.close()
             raise UsageError(
                 f"{self.path}: found format {found[0]!r} version {found[1]}, expected {SHARD_FORMAT!r} version "
-                f"{SHARD_VERSION}. Read it with the exitwave that wrote it "
+                f"{' or '.join(map(str, SHARD_VERSIONS_READ))}. Read it with the exitwave that wrote it "
                 f"({self.attrs.get('exitwave_version', 'unknown')})."
             )
 
@@ -314,6 +323,7 @@ class ShardReader:
                 axes=tuple(a for a in str(self._file[name].attrs["axes"]).split(",") if a),
                 unit=str(self._file[name].attrs["unit"]),
                 meaning=str(self._file[name].attrs["meaning"]),
+                **_encoding(self._file[name]),
             )
             for name in names
             if name
@@ -336,8 +346,9 @@ class ShardReader:
         return tuple(_extents(self._file))
 
     def read(self, field: str, row: int) -> np.ndarray[Any, Any]:
-        """One sample of one field, in the shape of the field."""
-        return np.asarray(self._file[field][row])
+        """The values of one sample of one field, in the shape of the field."""
+        spec = next(spec for spec in self.fields if spec.name == field)
+        return decode(spec, np.asarray(self._file[field][row]))
 
     @property
     def structures(self) -> tuple[StructureInfo, ...]:
@@ -361,6 +372,13 @@ class ShardReader:
         return Structure(info=StructureInfo.from_json(attrs), wyckoff=wyckoff, **arrays)
 
 
+def _encoding(data: Any) -> dict[str, Any]:
+    """`encoding` and `scale` of a dataset that has them; nothing for plain numbers."""
+    if "encoding" not in data.attrs:
+        return {}
+    return {"encoding": str(data.attrs["encoding"]), "scale": float(data.attrs["scale"])}
+
+
 def _extents(file: Any) -> Iterator[Extent]:
     names = [name for name in str(file["crc32c"].attrs["fields"]).split(",") if name]
     for name in (*names, *TABLES):
@@ -376,6 +394,7 @@ def _extents(file: Any) -> Iterator[Extent]:
                 "shape": data.shape,
                 "offset": offset,
                 "stride": stride,
+                **_encoding(data),
             }
         )
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.codecs import decode
 from exitwave.ingest.errors import DamagedDataError
 from exitwave.ingest.files import byte_view, crc32c, hash_file, shard_path
+from exitwave.ingest.reading import read_sample
 from exitwave.ingest.records import PublishedShard
 from exitwave.ingest.schema import TABLES
 
@@ -39,11 +41,11 @@ def describe_shard(path: Path, relative: str) -> PublishedShard:
         for column, (field, extent) in enumerate(zip(fields, extents, strict=False)):
             low, high, total = np.inf, -np.inf, 0.0
             for row, uid in enumerate(uids.tolist()):
-                sample = np.empty(extent.sample_shape, dtype=extent.numpy_dtype)
-                data = sample.reshape(-1).view(np.uint8)
-                count = os.preadv(fd, [data.data], extent.offset + row * extent.stride)
-                if count != extent.stride or crc32c(data) != sums[row, column]:
+                stored = np.empty(extent.sample_shape, dtype=extent.numpy_dtype)
+                data = stored.reshape(-1).view(np.uint8)
+                if not read_sample(fd, extent, row, data) or crc32c(data) != sums[row, column]:
                     raise DamagedDataError(f"{path}: sample {row} (uid {uid:#018x}), {field.name}: wrong checksum")
+                sample = decode(field, stored)
                 if sample.size:
                     low, high = min(low, float(sample.min())), max(high, float(sample.max()))
                     total += float(sample.mean(dtype=np.float64))

@@ -16,7 +16,7 @@ import numpy as np
 
 from exitwave.ingest.files import byte_view, crc32c, hash_file, open_to_read
 from exitwave.ingest.manifest import load_manifest
-from exitwave.ingest.reading import read_extent
+from exitwave.ingest.reading import read_extent, read_sample
 from exitwave.ingest.records import PublishedShard
 from exitwave.ingest.schema import TABLES
 
@@ -135,7 +135,7 @@ def _check_samples(fd: int, shard: PublishedShard, wrong: Callable[..., Bad], se
         for column, extent in enumerate(fields):
             buffer = np.empty(extent.stride, np.uint8)
             for row, uid in enumerate(uids):
-                whole = read_extent(fd, buffer, extent.offset + row * extent.stride)
+                whole = read_sample(fd, extent, row, buffer)
                 found, expected = crc32c(buffer), int(tables["crc32c"][row, column])
                 if not whole or found != expected:
                     why = f"crc32c {found:08x}, expected {expected:08x}" if whole else "the file is short"

@@ -41,7 +41,7 @@ def dataset_view(data: Dataset) -> Any:
     variables = {}
     for field in data.fields:
         axes = field.axes or tuple(f"{field.name}_{i}" for i in range(len(field.shape)))
-        lazy = indexing.LazilyIndexedArray(Lazy(field.name, np.dtype(field.dtype), field.shape))
+        lazy = indexing.LazilyIndexedArray(Lazy(field.name, field.value_dtype, field.shape))
         attrs = {"units": field.unit, "long_name": field.meaning}
         variables[field.name] = xarray.Variable(("sample", *axes), lazy, attrs)
     params = data.params

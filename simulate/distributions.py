@@ -183,11 +183,24 @@ def parse(value: Any) -> Distribution:
     return drawn
 
 
-def draw(distribution: Distribution, *, seed: int, structure_key: str, sample: int, name: str) -> float:
-    """The value of parameter `name` of sample number `sample` of a structure."""
+def draw(
+    distribution: Distribution,
+    *,
+    seed: int,
+    structure_key: str,
+    sample: int,
+    name: str,
+    part: tuple[int, int] = (0, 1),
+) -> float:
+    """The value of parameter `name` in draw number `sample` of a structure.
+
+    `part` (i, n) asks for the i-th of n values that this draw gives: one from each of n equally likely parts.
+    """
     if isinstance(distribution, float | int):
         return float(distribution)
-    return float(distribution.value(next(uniform_stream(seed, structure_key, sample, name)), sample))
+    number, count = part
+    u = next(uniform_stream(seed, structure_key, sample, name))
+    return float(distribution.value((number + u) / count, sample * count + number))
 
 
 def bounds(distribution: Distribution) -> tuple[float, float]:

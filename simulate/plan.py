@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,9 @@ def _with_tasks(
             if reason is not None:
                 reasons[reason] += 1
                 continue
+            if _is_twin_in_pass(good, sample):
+                reasons[f"the pass has a sample of {sample.thickness_A:.4g} Å and the same aberrations already"] += 1
+                continue
             _refuse_twins(seen, sample)
             good.append((k, sample.uid))
             seconds += estimate_seconds(sample, simulator)
@@ -242,8 +246,7 @@ def _with_tasks(
             rejected.append(Rejected(source=structure.source, why=part))
         if good:
             used.append(structure)
-        for start in range(0, len(good), spec.samples_per_shard):
-            chunk = good[start : start + spec.samples_per_shard]
+        for chunk in _whole_passes(good, recipe.fan_out.width, spec.samples_per_shard):
             index = len(tasks)
             shard_id = shard_id_of(
                 index=index,
@@ -281,6 +284,26 @@ def _with_tasks(
         + 64_000 * len(tasks),
         memory_per_worker_bytes=memory,
     )
+
+
+def _is_twin_in_pass(good: list[tuple[int, int]], sample: SampleSpec) -> bool:
+    """Whether a sample before it in its own pass is the same: two thicknesses may fall on one exit plane."""
+    width = sample.recipe.fan_out.width
+    first = sample.sample_index // width * width
+    return width > 1 and any(uid == sample.uid for k, uid in good[-width:] if k >= first)
+
+
+def _whole_passes(good: list[tuple[int, int]], width: int, most: int) -> Iterator[list[tuple[int, int]]]:
+    """The samples (index, uid) of one structure in shards of at most `most`; no pass is divided between two."""
+    chunk: list[tuple[int, int]] = []
+    for _, samples in groupby(good, key=lambda sample: sample[0] // width):
+        passed = list(samples)
+        if len(chunk) + len(passed) > most:
+            yield chunk
+            chunk = []
+        chunk += passed
+    if chunk:
+        yield chunk
 
 
 def _refuse_twins(seen: dict[int, tuple[StructureSpec, int]], sample: SampleSpec) -> None:

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from exitwave.ingest.strict_model import StrictModel
 from exitwave.simulate.distributions import Distribution, bounds, parse
+from exitwave.simulate.fan_out import FanOut
 
 __all__ = [
     "BuilderCall",
@@ -278,6 +279,7 @@ class Recipe(StrictModel):
     seed: int = Field(default=0, ge=0, lt=2**63)
     cell: CellSpec = CellSpec()
     sampling: SamplingSpec = SamplingSpec()
+    fan_out: FanOut = FanOut()
     scan: ScanSpec = ScanSpec()
     grid: GridSpec = GridSpec()
     # Within the antialias cutoff of the default grid (1.64 /Å) at any energy, which no fixed angle is.
@@ -285,6 +287,12 @@ class Recipe(StrictModel):
     phonons: PhononSpec = PhononSpec()
     label: LabelSpec = LabelSpec()
     fields: tuple[Literal["cbed", "potential"], ...] = Field(default=("cbed", "potential"), min_length=1)
+
+    @model_validator(mode="after")
+    def _fans_out(self) -> Recipe:
+        for conflict in self.fan_out.conflicts(self.sampling.drawn()):
+            raise ValueError(conflict)
+        return self
 
     @model_validator(mode="after")
     def _square_label_pixels(self) -> Recipe:
@@ -309,7 +317,10 @@ MAX_SAMPLES = 1_000_000
 
 
 class CampaignSpec(Recipe):
-    """A whole campaign: a recipe, the structures it is applied to, how many samples of each, and the splits."""
+    """A whole campaign: a recipe, the structures it is applied to, how many samples of each, and the splits.
+
+    `samples_per_structure` and `samples_per_shard` count samples, whole passes of `fan_out` each.
+    """
 
     name: str = Field(min_length=1, max_length=200)
     structures: tuple[StructureSource, ...] = Field(min_length=1)
@@ -317,6 +328,20 @@ class CampaignSpec(Recipe):
     samples_per_structure: int = Field(default=16, ge=1, le=MAX_SAMPLES)
     samples_per_shard: int = Field(default=16, ge=1, le=100_000)
     simulator: Literal["auto", "fast", "abtem", "weak-phase"] = "auto"
+
+    @model_validator(mode="after")
+    def _whole_passes(self) -> CampaignSpec:
+        width = self.fan_out.width
+        for name in ("samples_per_structure", "samples_per_shard"):
+            came = getattr(self, name)
+            if came % width:
+                below = came // width * width
+                either = f"{below} or {below + width}" if below else f"{width}"
+                raise ValueError(
+                    f"{name}: a multiple of {width} expected, the samples of one pass of fan_out, came {came}; "
+                    f"{either} would do"
+                )
+        return self
 
     def recipe(self) -> Recipe:
         """The part of the campaign that travels to the workers."""

@@ -211,24 +211,27 @@ class SampleSpec:
 
 
 def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, split: str) -> SampleSpec:
-    """Sample number `sample_index` of a structure: a pure function of its arguments."""
+    """Sample number `sample_index` of a structure: a pure function of its arguments.
+
+    What does not fan out is drawn by the number of the pass, and so is the same for all samples of one.
+    """
     seed = recipe.seed
+    drawn_by, parts = recipe.fan_out.numbers(sample_index)
     key = f"{structure.key}|{','.join(map(str, structure.zone_axis))}"
-    # Twelve digits: the last bits of a logarithm differ between C libraries, and a uid must not.
     values = {
-        name: float(f"{draw(d, seed=seed, structure_key=key, sample=sample_index, name=name):.12g}")
+        name: _rounded(draw(d, seed=seed, structure_key=key, sample=drawn_by, name=name, part=parts.get(name, (0, 1))))
         for name, d in recipe.sampling.drawn().items()
     }
     if recipe.sampling.scan_origin == "random":
         y, x = (
-            float(f"{length * next(uniform_stream(seed, key, sample_index, f'scan_origin_{axis}')):.12g}")
+            _rounded(length * next(uniform_stream(seed, key, drawn_by, f"scan_origin_{axis}")))
             for axis, length in zip("yx", structure.extent_yx_A, strict=True)
         )
     else:
         y, x = recipe.sampling.scan_origin
     phonon_seed = 0
     if recipe.phonons.count:
-        phonon_seed = int(next(uniform_stream(seed, key, sample_index, "phonon_seed")) * 2**53)
+        phonon_seed = int(next(uniform_stream(seed, key, drawn_by, "phonon_seed")) * 2**53)
     wanted = values.pop("thickness_A")
     return SampleSpec(
         structure=structure,
@@ -240,6 +243,11 @@ def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, spl
         scan_origin_yx_A=(y, x),
         phonon_seed=phonon_seed,
     )
+
+
+def _rounded(value: float) -> float:
+    """Twelve digits: the last bits of a logarithm differ between C libraries, and a uid must not."""
+    return float(f"{value:.12g}")
 
 
 def whole_slices(wanted_A: float, slice_A: float, limits_A: tuple[float, float]) -> int:

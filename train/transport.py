@@ -93,6 +93,9 @@ class Transport(Protocol):
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
         """Overwrite `tensor` (contiguous) with rank `root`'s."""
 
+    def collect(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
+        """On rank `root` the ranks' tensors, stacked: (rank, *shape); on the others something to wait for."""
+
     def gather(self, payload: bytes) -> Handle[list[bytes]]:
         """Every rank's `payload` (any length), in rank order, on every rank.
 
@@ -263,6 +266,14 @@ class TorchTransport:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         return self._start(tensor, self._backend.broadcast, [tensor], options)
+
+    def collect(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
+        options = dist.GatherOptions()
+        options.rootRank = root
+        if self._rank != root:
+            return self._start(tensor, self._backend.gather, [], [tensor], options)
+        rows = torch.zeros((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        return self._start(rows, self._backend.gather, [list(rows.unbind())], [tensor], options)
 
     def gather(self, payload: bytes) -> Handle[list[bytes]]:
         return _GatherHandle(payload, self.size, self._gather_counted)

@@ -29,7 +29,7 @@ def test_what_was_written_is_read_by_plain_h5py(tmp_path: Path) -> None:
     published = write_shard(tmp_path, 3)
     with h5py.File(tmp_path / published.path) as file:
         assert file.attrs["format"] == "exitwave-shard"
-        assert (file.attrs["shard_id"], file.attrs["task"], file.attrs["format_version"]) == (shard_id(3), 3, 1)
+        assert (file.attrs["shard_id"], file.attrs["task"], file.attrs["format_version"]) == (shard_id(3), 3, 2)
         assert (file.attrs["campaign_hash"], file.attrs["simulator"]) == ("c0ffee", "random")
         assert file["params"].dtype == PARAMS_DTYPE
         assert file["crc32c"].shape == (4, len(FIELDS))
@@ -141,9 +141,9 @@ def test_samples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_other_formats_are_named(tmp_path: Path) -> None:
     path = tmp_path / write_shard(tmp_path, 0).path
     with h5py.File(path, "r+") as file:
-        file.attrs["format_version"] = 2
+        file.attrs["format_version"] = 3
     with pytest.raises(
-        UsageError, match=r"found format 'exitwave-shard' version 2, expected .* version 1\. Read it with"
+        UsageError, match=r"found format 'exitwave-shard' version 3, expected .* version 1 or 2\. Read it with"
     ):
         ShardReader(path)
     with h5py.File(tmp_path / "plain.h5", "w") as file:

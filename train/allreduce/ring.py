@@ -133,7 +133,8 @@ class NativeRing:
         return _NativeExchange(self._backend._reduce_scatter_base(rows[self._rank], rows.view(-1), options))
 
     def all_gather(self, rows: torch.Tensor) -> Exchange:
-        return _NativeExchange(self._backend._allgather_base(rows.view(-1), rows[self._rank], c10d.AllgatherOptions())  # type: ignore[attr-defined])
+        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        return _NativeExchange(self._backend._allgather_base(rows.view(-1), rows[self._rank], options))
 
 
 class _NativeExchange:

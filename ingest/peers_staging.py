@@ -137,8 +137,11 @@ class PeerSources:
                     tell_done(node, self.options.me, secret=self.options.secret, dataset_id=self._dataset_id)
                     told.add(node)
                     self._seen.add(node)
-                except OSError:
-                    if node in self._seen or node in self.server.done or self._joined():
+                except OSError as error:
+                    met = node in self._seen or node in self.server.done or self._joined()
+                    silent_s = time.monotonic() - self.server.last_asked
+                    # Nobody listens there any more; one that is only slow to answer is not gone.
+                    if met and (isinstance(error, ConnectionRefusedError) or silent_s > self.options.down_s):
                         gone.add(node)
             quiet_s = time.monotonic() - max(self.server.last_asked, finished)
             if gone | (told & self.server.done) >= set(self.options.others) or quiet_s > self.options.linger_s:

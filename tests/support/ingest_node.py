@@ -27,6 +27,10 @@ if __name__ == "__main__":
         timeout_s=asked.get("timeout_s", 5.0),
     )
     limits = Limits(**asked.get("limits", {}))
-    ready: list[float] = []
-    report = stage(asked["dataset"], asked["cache"], peers=options, limits=limits)
+
+    def tell(kind: str, **fields: object) -> None:
+        if kind == "cache_retry":
+            print(asked["me"], kind, fields, file=sys.stderr, flush=True)
+
+    report = stage(asked["dataset"], asked["cache"], peers=options, limits=limits, emit=tell)
     print(json.dumps(report.to_json()), flush=True)

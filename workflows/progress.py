@@ -158,6 +158,14 @@ class ProgressState:
         bar.finished = bar.total is not None and bar.done >= bar.total
         return bar
 
+    def _on_work_progress(self, event: Event, now: float) -> Bar:
+        label = str(event.get("label") or "work")
+        bar = self._bar(label, label, str(event.get("unit") or "samples"))
+        bar.total = float(event.get("total") or 0) or bar.total
+        bar.advance_to(float(event.get("done") or 0), now)
+        bar.finished = bar.total is not None and bar.done >= bar.total
+        return bar
+
 
 @contextmanager
 def progress_view(*, quiet: bool, stream: TextIO | None = None) -> Iterator[Callable[[Event], None]]:

@@ -177,7 +177,7 @@ def crystals_folder() -> Path:
 
     spec = find_spec("crystals")
     if spec is None or spec.origin is None:
-        pytest.skip("the package `crystals` is not installed (pip install exitwave[dev])")
+        pytest.skip("the package `crystals` is not installed (pip install exitwave[bench])")
     return Path(spec.origin).parent
 
 

@@ -250,5 +250,5 @@ def parse_formula(text: str) -> dict[str, Fraction] | None:
 
 
 def _ratios(counts: Mapping[str, Fraction] | Mapping[str, float]) -> dict[str, float]:
-    total = sum(counts.values())
-    return {element: round(float(n / total), 3) for element, n in sorted(counts.items()) if n}
+    total = sum(float(n) for n in counts.values())
+    return {element: round(float(n) / total, 3) for element, n in sorted(counts.items()) if n}

@@ -106,12 +106,12 @@ def expand_sites(
             merged[second] = min(merged[second], merged[first])
     keep = np.flatnonzero(merged == np.arange(len(sites)))
     occupants: list[Occupants] = []
-    for first in keep:
-        together = np.flatnonzero(merged == first)
+    for first in keep.tolist():
+        together = np.flatnonzero(merged == first).tolist()
         total = sum(occupancies[k] for k in together)
         if total > 1.001:
             whole = all(occupancies[k] >= 0.999 for k in together)
-            raise SharedPlaceError(int(together[-1]), None if whole else total)
+            raise SharedPlaceError(together[-1], None if whole else total)
         parts: dict[str, float] = {}
         for k in together:
             parts[symbols[k]] = parts.get(symbols[k], 0.0) + occupancies[k]

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -249,6 +249,6 @@ def parse_formula(text: str) -> dict[str, Fraction] | None:
     return counts or None
 
 
-def _ratios(counts: Mapping[str, Fraction] | Mapping[str, float]) -> dict[str, float]:
+def _ratios(counts: Mapping[str, SupportsFloat]) -> dict[str, float]:
     total = sum(float(n) for n in counts.values())
     return {element: round(float(n) / total, 3) for element, n in sorted(counts.items()) if n}

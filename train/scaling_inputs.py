@@ -48,8 +48,8 @@ SOURCES = {
     "inside_alpha_s": "assumption: start of one message between GPUs of a node",
     "across_bytes_per_s": "Summit node: dual-rail EDR InfiniBand, 2 x 100 Gbit/s each way; peak, no contention",
     "across_alpha_s": "assumption: start of one message between nodes, software included",
-    "request_s": "assumption: rank 0 handles a million requests a second (arXiv 1810.01993 reports a central controller "
-    "overwhelmed by millions of messages a second)",
+    "request_s": "assumption: rank 0 handles a million requests a second (arXiv 1810.01993 has a central "
+    "controller overwhelmed by millions of messages a second)",
     "control_alpha_s": "assumption: one control message between nodes",
     "jitter": "assumption: none; the standard deviation of a rank's computation, as a share of it",
 }

@@ -1,7 +1,7 @@
 """Other people's files as named arrays and attributes: HDF5 (also EMD, hspy, NeXus), Zarr folders and zips, `.npy`.
 
-A `ForeignFile` is read by pieces: nothing here loads a whole array. A path is that inside the file (`*` stands for any one
-name in it), `/` for the array of a `.npy` file; an attribute is named `PATH@NAME`.
+A `ForeignFile` is read by pieces: nothing here loads a whole array. A path is that inside the file (`*` stands for any
+one name in it), `/` for the array of a `.npy` file; an attribute is named `PATH@NAME`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from exitwave.workflows import verbs_data  # noqa: F401  (its verbs stand before these in the help)
 from exitwave.workflows.commands import DATA, Debug, Json, Quiet, verb
 from exitwave.workflows.session import Session, open_session
 

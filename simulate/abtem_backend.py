@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from exitwave.simulate.detector import overlap_matrix, resample
 from exitwave.simulate.label import lattice_points, project_label
+from exitwave.simulate.passes import passes
 from exitwave.simulate.simulator import Sample
 from exitwave.simulate.tasks import SampleSpec, StructureSpec
 from exitwave.simulate.threads import single_threaded
@@ -77,6 +78,10 @@ class Slices:
         """Every slice up to the exit plane, (slices, x, y)."""
         return self.different[self.order]
 
+    def up_to(self, exit_plane: int) -> Slices:
+        """The first `exit_plane` slices that the beam meets."""
+        return replace(self, order=self.order[:exit_plane])
+
     def projected(self) -> NDArray[np.float64]:
         """The sum of all slices, (x, y) in V Å."""
         times = np.bincount(self.order, minlength=len(self.different))
@@ -120,17 +125,19 @@ class AbtemSimulator:
         return stack
 
     def simulate(self, specs: Sequence[SampleSpec]) -> Iterator[Sample]:
-        for spec in specs:
+        for members in passes(specs):
             with self.configured():
-                sample = self._simulate(spec)
-            yield sample
+                found = self._diffraction(members)
+                samples = [self._sample(spec, patterns) for spec, patterns in zip(members, found, strict=True)]
+            yield from samples
 
-    def _simulate(self, spec: SampleSpec) -> Sample:
+    def _sample(self, spec: SampleSpec, patterns: NDArray[np.float64]) -> Sample:
+        """A sample from its patterns on the detector (Ry, Rx, Qy, Qx); captured is their mean part of the beam."""
         static = self.static_slices(spec)
+        captured = float(patterns.sum(axis=(-2, -1)).mean())
         arrays: dict[str, np.ndarray] = {}
-        cbed, captured = self._diffraction(spec, static)
         if "cbed" in spec.recipe.fields:
-            arrays["cbed"] = cbed
+            arrays["cbed"] = patterns.astype(np.float32)
         if "potential" in spec.recipe.fields:
             arrays["potential"] = _label(spec, static)
         return Sample(uid=spec.uid, params=spec.params(captured_fraction=captured), arrays=arrays)
@@ -149,12 +156,27 @@ class AbtemSimulator:
         return Slices(different=self._period[1], order=np.arange(spec.exit_plane) % structure.slices, key=key)
 
     def displaced_slices(self, spec: SampleSpec, configuration: int) -> Slices:
-        """Slices of one frozen-phonon configuration: each atom moved by independent Gaussians along x, y and z."""
-        repeat_z = math.ceil(spec.exit_plane / spec.structure.slices)
-        numbers, positions, lengths = spec.structure.tiled(repeat_z)
+        """Slices of one frozen-phonon configuration: each atom moved by independent Gaussians along x, y and z.
+
+        Atoms are drawn period by period from the entrance surface on, so that the slices of a thinner specimen are the
+        first of a thicker one's, to the bit; with finite projections that holds for the atoms alone.
+        """
+        structure, rms = spec.structure, spec.recipe.phonons.rms_A
+        finite = spec.recipe.grid.projection == "finite"
+        # Behind the exit surface, further than an atom moves: from there atoms move into the last slices.
+        beyond = 0 if finite else math.ceil(8.0 * rms / structure.lengths_A[2])
+        periods = math.ceil(spec.exit_plane / structure.slices) + beyond
+        numbers, positions, lengths = structure.tiled(1)
         generator = np.random.Generator(np.random.Philox(key=np.array([spec.phonon_seed, configuration], np.uint64)))
-        moved = positions + spec.recipe.phonons.rms_A * generator.standard_normal(positions.shape)
-        return _once(self._build(spec, numbers, np.mod(moved, lengths), lengths)[: spec.exit_plane])
+        moved = np.stack([positions + rms * generator.standard_normal(positions.shape) for _ in range(periods)])
+        moved[..., 2] += lengths[2] * np.arange(periods)[:, None]
+        moved, numbers = moved.reshape(-1, 3), np.tile(numbers, periods)
+        box = lengths * np.array([1, 1, math.ceil(spec.exit_plane / structure.slices)])
+        if not finite:  # those that left the specimen belong to its first slice
+            moved[:, 2] = np.clip(moved[:, 2], 0.0, None)
+            inside = moved[:, 2] < box[2]
+            moved, numbers = moved[inside], numbers[inside]
+        return _once(self._build(spec, numbers, np.mod(moved, box), box)[: spec.exit_plane])
 
     def _build(self, spec: SampleSpec, numbers: Any, positions: Any, lengths: Any) -> NDArray[np.floating]:
         from ase import Atoms
@@ -178,15 +200,20 @@ class AbtemSimulator:
 
     # -- waves -------------------------------------------------------------------------------------------------------
 
-    def _diffraction(self, spec: SampleSpec, static: Slices) -> tuple[NDArray[np.float32], float]:
-        """Patterns on the detector (Ry, Rx, Qy, Qx) and the mean part of the beam that the detector catches."""
-        count = spec.recipe.phonons.count
-        total = np.zeros((*spec.recipe.scan.shape, *spec.recipe.detector.shape))
+    def _diffraction(self, members: Sequence[SampleSpec]) -> list[NDArray[np.float64]]:
+        """Patterns on the detector (Ry, Rx, Qy, Qx) of the samples of one pass, averaged over its configurations."""
+        deepest = max(members, key=lambda spec: spec.exit_plane)
+        count = deepest.recipe.phonons.count
+        totals: list[NDArray[np.float64]] = []
         for configuration in range(max(1, count)):
-            slices = self.displaced_slices(spec, configuration) if count else static
-            total += self.patterns(spec, slices)
-        total /= max(1, count)
-        return total.astype(np.float32), float(total.sum(axis=(-2, -1)).mean())
+            slices = self.displaced_slices(deepest, configuration) if count else self.static_slices(deepest)
+            found = self.pass_patterns(members, slices)
+            totals = [total + new for total, new in zip(totals, found, strict=True)] if totals else found
+        return [total / max(1, count) for total in totals]
+
+    def pass_patterns(self, members: Sequence[SampleSpec], slices: Slices) -> list[NDArray[np.float64]]:
+        """As `patterns`, of all samples of a pass; `slices` reach to the exit plane of the thickest."""
+        return [self.patterns(spec, slices.up_to(spec.exit_plane)) for spec in members]
 
     def patterns(self, spec: SampleSpec, slices: Slices) -> NDArray[np.float64]:
         """Patterns on the detector (Ry, Rx, Qy, Qx), as parts of the incident beam."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
+from exitwave.simulate.passes import propagations
 from exitwave.simulate.propagation import KeptRows, Propagation, batch_waves, kept_rows
 from exitwave.simulate.tasks import SampleSpec
 
@@ -52,17 +53,30 @@ class FastSimulator(AbtemSimulator):
         self._transmissions: OrderedDict[Any, NDArray[np.complexfloating]] = OrderedDict()
 
     def patterns(self, spec: SampleSpec, slices: Slices) -> NDArray[np.float64]:
+        return self._patterns_at([spec], slices)[0]
+
+    def pass_patterns(self, members: Sequence[SampleSpec], slices: Slices) -> list[NDArray[np.float64]]:
+        made: dict[int, NDArray[np.float64]] = {}
+        for places in propagations(members):
+            made |= zip(places, self._patterns_at([members[place] for place in places], slices), strict=True)
+        return [made[place] for place in range(len(members))]
+
+    def _patterns_at(self, members: Sequence[SampleSpec], slices: Slices) -> list[NDArray[np.float64]]:
+        """Patterns of samples that differ in thickness alone, thinnest first, from one propagation."""
+        spec = members[-1]
         rows, columns = self._detector(spec)
         points = self.positions(spec)
-        out = np.empty((len(points), *spec.recipe.detector.shape))
         beam = self._beam(spec)
         kept = beam.rows.take(rows.T).T  # (Qy, kept ky)
+        planes = sorted({member.exit_plane for member in members})
+        out = np.empty((len(planes), len(points), *spec.recipe.detector.shape))
 
-        def detect(position: int, _: int, intensity: NDArray[np.float64]) -> None:
-            out[position] = kept @ intensity @ columns.T / beam.incident
+        def detect(position: int, which: int, intensity: NDArray[np.float64]) -> None:
+            out[which, position] = kept @ intensity @ columns.T / beam.incident
 
-        self._propagate(spec, beam, slices, points, (spec.exit_plane,), detect)
-        return out.reshape(*spec.recipe.scan.shape, *spec.recipe.detector.shape)
+        self._propagate(spec, beam, slices, points, planes, detect)
+        shaped = out.reshape(len(planes), *spec.recipe.scan.shape, *spec.recipe.detector.shape)
+        return [shaped[planes.index(member.exit_plane)] for member in members]
 
     def exit_intensity(self, spec: SampleSpec, slices: Slices, points_yx: NDArray[np.float64]) -> NDArray[np.float64]:
         """Diffraction intensity on the whole grid, (positions, Ny, Nx), zero frequency first; not normalised."""

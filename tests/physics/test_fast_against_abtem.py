@@ -15,6 +15,7 @@ from sim_samples import recipe, sample, single_atom
 
 from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
 from exitwave.simulate.multislice import FastSimulator
+from exitwave.simulate.passes import pass_key, passes, propagations
 from exitwave.simulate.propagation import kept_rows
 from exitwave.simulate.simulator import get_simulator, simulate_sample
 from exitwave.simulate.tasks import SampleSpec, StructureSpec, draw_sample
@@ -167,6 +168,60 @@ def test_one_pass_gives_every_exit_plane() -> None:
         for plane, found in zip(planes, together, strict=True):
             alone = fast.exit_intensity(spec, replace(slices, order=slices.order[:plane]), points)
             assert found.tobytes() == alone.tobytes()
+
+
+def fan(count: int, projection: str = "infinite") -> list[SampleSpec]:
+    """Three thicknesses by two defoci of one specimen, as a fan-out draws them, the thickest not last."""
+    return [
+        spec_of(
+            some_crystal(),
+            sampling={"thickness_A": t, "defocus_A": d, "tilt_x_mrad": 4},
+            phonons={"count": count, "rms_A": 0.15},
+            grid={"sampling_A": 0.25, "projection": projection},
+        )
+        for d in (0, 40)
+        for t in (8, 25, 16)
+    ]
+
+
+@pytest.mark.parametrize("name", ["fast", "abtem"])
+@pytest.mark.parametrize(("count", "projection"), [(0, "infinite"), (2, "infinite"), (2, "finite")])
+def test_neighbours_that_share_a_pass_leave_each_other_s_bits_alone(name: str, count: int, projection: str) -> None:
+    specs = fan(count, projection)
+    simulator = get_simulator(name)
+    together = list(simulator.simulate(specs))
+    assert [made.uid for made in together] == [spec.uid for spec in specs]
+    for spec, shared in zip(specs, together, strict=True):
+        (alone,) = simulator.simulate([spec])
+        assert alone.params.tobytes() == shared.params.tobytes()
+        assert all(array.tobytes() == shared.arrays[field].tobytes() for field, array in alone.arrays.items())
+
+
+def test_a_pass_is_propagated_once_for_each_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six samples, two probes: two propagations, and as many displaced potentials as there are configurations."""
+    counted = {"propagations": 0, "potentials": 0}
+
+    def count(name: str, method: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return method(*args, **kwargs)
+
+        return counting
+
+    monkeypatch.setattr(FastSimulator, "_propagate", count("propagations", FastSimulator._propagate))
+    monkeypatch.setattr(FastSimulator, "displaced_slices", count("potentials", FastSimulator.displaced_slices))
+    list(FastSimulator().simulate(fan(3)))
+    assert counted == {"propagations": 2 * 3, "potentials": 3}
+
+
+def test_passes_are_told_apart_by_what_they_do_not_share() -> None:
+    one = fan(0)[0]
+    assert len({pass_key(spec) for spec in fan(0)}) == 1 and [len(p) for p in passes(fan(0))] == [6]
+    assert len({pass_key(spec) for spec in fan(0, "finite")}) == 3
+    for sampling in ({"energy_keV": 80}, {"tilt_x_mrad": 5}, {"semiangle_mrad": 10}):
+        other = spec_of(some_crystal(), sampling={"thickness_A": 8, "tilt_x_mrad": 4} | sampling)
+        assert pass_key(other) != pass_key(one)
+    assert [sorted(p) for p in propagations(fan(0))] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_samples_of_one_structure_share_the_potential() -> None:

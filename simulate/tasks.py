@@ -290,7 +290,8 @@ def reject_sample(spec: SampleSpec) -> str | None:
 def fields_of(recipe: Recipe) -> tuple[FieldSpec, ...]:
     """The array fields of a sample, in the order of the recipe."""
     shapes = {"cbed": (*recipe.scan.shape, *recipe.detector.shape), "potential": recipe.label.shape}
-    return tuple(_field(name, shapes[name], recipe.encoding.get(name, "")) for name in recipe.fields)
+    encodings: dict[str, str] = {**recipe.encoding}
+    return tuple(_field(name, shapes[name], encodings.get(name, "")) for name in recipe.fields)
 
 
 def _field(name: str, shape: tuple[int, ...], encoding: str) -> FieldSpec:

@@ -290,7 +290,7 @@ def reject_sample(spec: SampleSpec) -> str | None:
 def fields_of(recipe: Recipe) -> tuple[FieldSpec, ...]:
     """The array fields of a sample, in the order of the recipe."""
     shapes = {"cbed": (*recipe.scan.shape, *recipe.detector.shape), "potential": recipe.label.shape}
-    encodings: dict[str, str] = {**recipe.encoding}
+    encodings: dict[str, str] = {str(name): str(kind) for name, kind in recipe.encoding.items()}
     return tuple(_field(name, shapes[name], encodings.get(name, "")) for name in recipe.fields)
 
 

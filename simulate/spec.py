@@ -67,6 +67,10 @@ class StructureSource(StrictModel):
     builder: BuilderCall | None = None
     zone_axes: tuple[tuple[ZoneIndex, ZoneIndex, ZoneIndex], ...] = Field(default=((0, 0, 1),), min_length=1)
     split: Literal["train", "val", "test"] | None = None
+    # A file with places that are occupied in part is no crystal: rejected, or a seeded supercell with edges of at least
+    # occupancy_extent_A is drawn from it.
+    partial_occupancy: Literal["reject", "sample"] = "reject"
+    occupancy_extent_A: float = Field(default=12.0, gt=0, le=200)
 
     @field_validator("library", mode="before")
     @classmethod
@@ -90,6 +94,8 @@ class StructureSource(StrictModel):
             raise ValueError("a prototype needs `elements` and `a_A` (the lattice parameter in Å)")
         if self.prototype is None and (self.a_A is not None or self.c_A is not None or self.elements):
             raise ValueError("elements, a_A and c_A belong to a `prototype`")
+        if self.partial_occupancy == "sample" and self.cif is None and self.library is None:
+            raise ValueError("partial_occupancy belongs to `cif` or `library`: no other source has occupancies")
         if self.select and self.ase_db is None:
             raise ValueError("`select` belongs to an `ase_db`")
         return self

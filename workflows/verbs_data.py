@@ -69,7 +69,7 @@ def plan(
     from exitwave.workflows.tables import plan_table
 
     with open_session(json=json, quiet=quiet) as session:
-        planned = read_campaign(campaign, overrides or ())
+        planned = read_campaign(campaign, overrides or (), session=session)
         tell_warnings(session, planned)
         document = plan_document(planned, out=out or Path(), workers=workers)
         session.result(document, lambda: plan_table(document))
@@ -103,7 +103,7 @@ def simulate(
     from exitwave.workflows.campaigns import exit_code_of, read_campaign, simulate_campaign
 
     with open_session(json=json, quiet=quiet) as session:
-        planned = read_campaign(campaign, overrides or ())
+        planned = read_campaign(campaign, overrides or (), session=session)
         document = simulate_campaign(session, planned, out, cluster=cluster, workers=workers)
         session.result(document, lambda: document["message"])
         failed = f"exitwave failures {out}"

@@ -293,6 +293,8 @@ class Recipe(StrictModel):
     phonons: PhononSpec = PhononSpec()
     label: LabelSpec = LabelSpec()
     fields: tuple[Literal["cbed", "potential"], ...] = Field(default=("cbed", "potential"), min_length=1)
+    # How a field of intensities is stored; readers give float32 values whatever it is.
+    encoding: dict[Literal["cbed"], Literal["sqrt-f2"]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _fans_out(self) -> Recipe:
@@ -310,6 +312,8 @@ class Recipe(StrictModel):
             )
         if len(set(self.fields)) != len(self.fields):
             raise ValueError(f"fields: each name once expected, came {list(self.fields)}")
+        if extra := [name for name in self.encoding if name not in self.fields]:
+            raise ValueError(f"encoding: {extra[0]} is not among the fields {list(self.fields)}")
         return self
 
     @property

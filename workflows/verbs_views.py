@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from exitwave.workflows import verbs_data  # noqa: F401  (its verbs stand before these in the help)
 from exitwave.workflows.commands import DATA, Debug, Json, Quiet, verb
 from exitwave.workflows.session import Session, open_session
 
@@ -90,6 +91,51 @@ def export(
             f"{report.samples} samples in {report.files} files, {human_bytes(report.bytes)}: {report.out}"
         )
         session.result(document, lambda: document["message"])
+
+
+@verb(
+    "ingest",
+    panel=DATA,
+    purpose="Bring other people's HDF5, EMD, hspy, Zarr or .npy arrays into a data set.",
+    more="MAP.yaml says which array is which field, the order of its axes, units, where parameters stand, and the "
+    "split; `exitwave inspect FILE --draft-map` writes a first one. Shapes, units and finite values are checked before "
+    "anything counts; files may be larger than memory.",
+    example="exitwave inspect scan12.hspy --draft-map > map.yaml\n"
+    "exitwave ingest scan*.hspy --map map.yaml --out data/scans",
+    then="`exitwave inspect DATASET`, `exitwave verify DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    codes="0 ingested; 2 the map or a file does not fit (nothing is written); 3 a file is damaged; 75 interrupted or "
+    "disk full, the same command goes on.",
+)
+def ingest(
+    files: Annotated[list[Path], typer.Argument(metavar="FILES…", help="Files or Zarr folders; one map for all.")],
+    map: Annotated[Path, typer.Option("--map", metavar="MAP.yaml", help="What the arrays are.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DATASET", help="The data set to make; it must not exist.")],
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.ingest.foreign_ingest import ingest_files
+    from exitwave.ingest.foreign_map import MapSpec
+    from exitwave.workflows.config import load_document, validate
+    from exitwave.workflows.progress import human_bytes
+
+    with open_session(json=json, quiet=quiet) as session:
+        spec = validate(load_document(map), MapSpec)
+
+        def work(emit: Callable[..., None]) -> Any:
+            return ingest_files(files, spec, out, emit=emit, stopped=session.stop.is_set)
+
+        report = run_work(session, work)
+        splits = ", ".join(f"{name} {n}" for name, n in report.splits.items())
+        if report.unmapped:
+            session.note(f"The map gives no {', '.join(report.unmapped)}: they are zero in the data set.")
+        document = report.to_json()
+        document["message"] = (
+            f"{report.samples} samples ({splits}) from {report.files} files in {report.shards} shards, "
+            f"{human_bytes(report.bytes)}: {out}"
+        )
+        session.result(document, lambda: document["message"])
+        session.hint(f"exitwave inspect {out}")
 
 
 def run_work(session: Session, work: Callable[[Callable[..., None]], Any]) -> Any:

@@ -67,6 +67,7 @@ class Dataset:
         # starts[s] is the number of the first sample of shard s; starts[-1] the number of samples.
         self._starts = np.concatenate([[0], np.cumsum([shard.n for shard in self.shards], dtype=np.int64)])
         self._split_names = np.array([shard.split.encode() for shard in self.shards], dtype="S8")
+        self._specs = {spec.name: spec for spec in self.fields}
         self._buffers = BufferPool()
 
     @property
@@ -127,14 +128,15 @@ class Dataset:
         The memory of large arrays is used again for a later batch, once nothing refers to them any more.
         UsageError for a field that is not there, DamagedDataError naming shard, uid and field.
         """
-        specs = {spec.name: spec for spec in self.fields}
+        specs = self._specs
         if missing := [name for name in fields if name not in specs]:
             raise UsageError(f"{self.root}: no field {missing[0]!r}; there are {', '.join(specs)}")
         index = np.asarray(indices, dtype=np.int64)
         n = len(index)
-        if n and not (-len(self) <= index.min() and index.max() < len(self)):
-            raise IndexError(f"samples {index.min()}..{index.max()} of {len(self)}")
-        index = np.where(index < 0, index + len(self), index)
+        if n and not (-len(self) <= (low := index.min()) and index.max() < len(self)):
+            raise IndexError(f"samples {low}..{index.max()} of {len(self)}")
+        if n and low < 0:
+            index = np.where(index < 0, index + len(self), index)
         at = np.searchsorted(self._starts, index, side="right") - 1
         rows = index - self._starts[at]
         stored = {name: self._buffers.empty((n, *specs[name].shape), specs[name].stored_dtype) for name in fields}
@@ -144,7 +146,7 @@ class Dataset:
             # (n, …) -> (n, bytes of a sample): what is read goes straight to its place
             places = {name: array.reshape(n, -1).view(np.uint8) for name, array in stored.items()}
             places["params"] = params.view(np.uint8).reshape(n, -1)
-            by_place = np.lexsort((rows, at))
+            by_place = np.argsort(index)
             shards = [self.shards[s] for s in at[by_place].tolist()]
             items = list(zip(shards, rows[by_place].tolist(), by_place.tolist(), strict=True))
             self._files.read_rows(items, places, uids)
@@ -164,10 +166,9 @@ class Dataset:
         `verify` check, not by the sample's checksum, which needs all of them (a compressed field is read and checked
         whole). UsageError for a field that is not there or slices that do not fit it.
         """
-        specs = {spec.name: spec for spec in self.fields}
-        if field not in specs:
-            raise UsageError(f"{self.root}: no field {field!r}; there are {', '.join(specs)}")
-        spec = specs[field]
+        if field not in self._specs:
+            raise UsageError(f"{self.root}: no field {field!r}; there are {', '.join(self._specs)}")
+        spec = self._specs[field]
         tile = plan_tile(spec.shape, spec.stored_dtype.itemsize, slices)
         record, row = self.record_of(index)
         if record.extent(field).compression:

@@ -168,23 +168,19 @@ class ShardFiles:
         try:
             views = [(field, array, array.shape[1], array.reshape(-1).data) for field, array in arrays.items()]
             last: PublishedShard | None = None
-            while todo:
-                record, row, k = todo.popleft()
+            while True:
+                try:
+                    record, row, k = todo.popleft()
+                except IndexError:
+                    return
                 if record is not last:
                     shard, last = self._get(record), record
-                for field, _, size, view in views:
+                for field, array, size, view in views:
                     if field == "params" and shard.params is not None:
-                        arrays[field][k] = shard.params[row]
+                        array[k] = shard.params[row]
                     elif not self._read_quickly(shard, field, row, view[k * size : (k + 1) * size]):
-                        break
-                else:
-                    uids[k] = shard.uids[row]
-                    continue
-                self._read_carefully(record, row, {field: array[k] for field, array, _, _ in views})
-                shard = self._get(record)
+                        self._read_carefully(record, row, field, array[k])
                 uids[k] = shard.uids[row]
-        except IndexError:
-            pass  # another thread took the last one between two looks
         except BaseException:
             todo.clear()
             raise
@@ -209,13 +205,12 @@ class ShardFiles:
                 found = crc32c_more(piece, found)
         return not self.verify or found == shard.sums[field][row]
 
-    def _read_carefully(self, record: PublishedShard, row: int, arrays: dict[str, Array]) -> None:
-        """Reads one sample (field -> its bytes) by all means there are, or says what is wrong with it."""
+    def _read_carefully(self, record: PublishedShard, row: int, field: str, out: Array) -> None:
+        """Fills `out` with a sample's bytes by all means there are, or says what is wrong with them."""
         while True:
             shard = self._get(record)
             try:
-                for field, array in arrays.items():
-                    self._read_field(shard, record, row, field, array)
+                self._read_field(shard, record, row, field, out)
                 return
             except _StagedDamage as damage:
                 self._set_aside(record, shard, damage.path, str(damage))

@@ -1,7 +1,7 @@
 """The command `exitwave`: runs a verb and turns whatever happens into an exit code and one readable message.
 
-The verbs themselves are in `verbs_data`, `verbs_train` and `verbs_bench`; this module stays light, so that a Ctrl-C
-while the rest is being imported is as quiet as any other.
+The verbs themselves are in `verbs_data`, `verbs_views`, `verbs_train` and `verbs_bench`; this module stays light, so
+that a Ctrl-C while the rest is being imported is as quiet as any other.
 
     0    done
     1    internal error (a fault of exitwave)
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one verb. Returns the exit code; everything a person should know has been printed."""
     debug = "--debug" in arguments
     try:
-        from exitwave.workflows import verbs_bench, verbs_data, verbs_train  # noqa: F401  (they register the verbs)
+        from exitwave.workflows import verbs_bench, verbs_data, verbs_train, verbs_views  # noqa: F401  (they register)
         from exitwave.workflows.commands import invoke
 
         return invoke(arguments)

@@ -19,6 +19,7 @@ from exitwave.ingest.files import write_atomic
 from exitwave.ingest.manifest import ManifestWriter, create_dataset
 from exitwave.ingest.records import Header
 from exitwave.ingest.schema import FieldSpec
+from exitwave.ingest.staging_run import Limits
 
 LARGE = (FieldSpec(name="cbed", dtype="float32", shape=(8, 8, 32, 32)),)  # 256 KiB a sample
 
@@ -241,15 +242,15 @@ def test_a_source_that_is_damaged_stops_the_staging_by_name(tmp_path: Path) -> N
     flip_bit(root / shard.path, shard.extent("cbed").offset)
     with pytest.raises(DamagedDataError, match=rf"shard {shard.shard_id} is damaged .*uid {sample(1, 0)[0]:#x}, cbed"):
         stage(root, cache)
-    assert files(cache / "tiny" / "ready") == [f"{shard_id(0)}.h5"]
+    assert f"{shard.shard_id}.h5" not in files(cache / "tiny" / "ready")
     assert files(cache / "tiny" / "part") == []
     assert files(cache / "tiny" / "quarantine") == [f"{shard.shard_id}.json"]
     os.truncate(root / shard.path, 1000)
     with pytest.raises(DamagedDataError, match="1000 bytes, expected"):
-        stage(root, cache, missing_deadline_s=0.1)
+        stage(root, cache, limits=Limits(missing_deadline_s=0.1))
     (root / shard.path).unlink()
     with pytest.raises(DamagedDataError, match="No such file"):
-        stage(root, cache, missing_deadline_s=0.1)
+        stage(root, cache, limits=Limits(missing_deadline_s=0.1))
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe"])
@@ -264,7 +265,7 @@ def test_a_shard_that_is_no_plain_file_is_damage_and_nobody_waits_for_it(tmp_pat
         os.mkfifo(path)
     assert [(b.shard, b.why) for b in verify_dataset(root).bad] == [(shard.shard_id, f"{shard.path}: not a plain file")]
     with pytest.raises(DamagedDataError, match=f"{shard.shard_id} is damaged .*not a plain file"):
-        stage(root, tmp_path / "cache", missing_deadline_s=0.1)
+        stage(root, tmp_path / "cache", limits=Limits(missing_deadline_s=0.1))
     data = open_dataset(root)
     with pytest.raises(DamagedDataError, match=f"shard {shard.shard_id}: .*not a plain file"):
         data[len(data) - 1]

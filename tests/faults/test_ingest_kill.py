@@ -94,20 +94,26 @@ def test_two_kills_in_a_row(tmp_path: Path, reference: str) -> None:
     finish_write(root, reference)
 
 
+# `pwrite` is of a chunk of 4096 bytes, by one of several copies in flight.
 STAGE_POINTS = {
+    "nothing made yet": "mkdir:3:after",
+    "lock taken, data set not written down": "rename:1:before",
     "space not yet reserved": "posix_fallocate:1:before",
+    "space reserved": "posix_fallocate:1:after",
     "first chunk": "pwrite:2:half",
     "in mid copy": "pwrite:5:half",
-    "all bytes there but not synced": "fsync:1:before",
-    "synced but not ready": "fsync:1:after",
-    "ready, folder not synced": "fsync:2:before",
-    "in mid copy of the next shard": "posix_fallocate:2:after",
+    "all bytes there but not synced": "fdatasync:1:before",
+    "synced but not verified": "fdatasync:1:after",
+    "verified but not ready": "rename:2:before",
+    "ready, folder not synced": "rename:2:after",
+    "one ready, another in mid copy": "rename:3:before",
+    "all ready": "rename:4:after",
 }
 
 
 def check_ready(root: Path, cache: Path) -> int:
     shards = {shard.shard_id: shard for shard in load_manifest(root).shards}
-    ready = list((cache / "tiny" / "ready").iterdir())
+    ready = list((cache / "tiny" / "ready").glob("*"))
     for path in ready:
         assert hash_file(path) == shards[path.stem].xxh3_128, "being under ready/ means verified"
     return len(ready)

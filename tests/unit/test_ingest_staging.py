@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from ingest_samples import make_dataset, write_shard
 
-from exitwave.ingest import load_manifest, open_dataset, stage, staging
+from exitwave.ingest import load_manifest, open_dataset, stage, staging_run
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.files import FileLock, hash_file
 from exitwave.ingest.manifest import ManifestWriter
+from exitwave.ingest.staging_run import Limits
 
 
 def test_all_ready_then_nothing_to_do(tmp_path: Path) -> None:
@@ -67,16 +68,23 @@ def test_capacity_below_the_data_set_is_refused_with_the_minimum(tmp_path: Path)
 @pytest.mark.parametrize("kind", ["event", "function"])
 def test_stopped_in_mid_copy_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     root, cache = make_dataset(tmp_path / "d", "ttt"), tmp_path / "cache"
-    monkeypatch.setattr(staging, "_CHUNK", 4096)
-    monkeypatch.setattr(staging, "_PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(staging_run, "CHUNK", 4096)
     size, event = load_manifest(root).shards[0].nbytes, threading.Event()
+    real = os.pwrite
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        if (root / "second").exists() and offset > size / 2:
+            event.set()
+        return real(fd, data, offset)
 
     def emit(kind: str, **fields: Any) -> None:
-        if fields.get("bytes", 0) > 1.5 * size:
-            event.set()
+        if kind == "cache_ready":
+            (root / "second").touch()
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
 
     with pytest.raises(InterruptedRunError, match="Run it again"):
-        stage(root, cache, emit=emit, stop=event if kind == "event" else event.is_set)
+        stage(root, cache, emit=emit, stop=event if kind == "event" else event.is_set, limits=Limits(in_flight=1))
     assert list((cache / "tiny" / "part").iterdir()) == []
     report = stage(root, cache)
     assert (report.bytes_reused, report.bytes_copied) == (size, 2 * size)

@@ -33,6 +33,8 @@ VERBS = [
     "stage",
     "inspect",
     "show",
+    "export",
+    "ingest",
     "train",
     "evaluate",
     "run",

@@ -1,0 +1,408 @@
+"""Carries out what the planner decides: one thread a copy, hashed on the way, ready only when synced and verified.
+
+The thread that calls `turn` keeps all states; a copying thread reads, hashes and writes, and reports once at its end.
+A copy that makes too little progress is given up: its thread may hang in the kernel, so it is left behind and its
+part file, which bears a name of its own, goes away without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
+from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, write_atomic
+from exitwave.ingest.records import ShardRecord
+from exitwave.ingest.staging_home import CacheHome
+from exitwave.ingest.staging_plan import CachePlanner, State
+from exitwave.ingest.storage import Reader, Storage
+from exitwave.ingest.verify import Bad
+
+__all__ = ["Counts", "Limits", "Source", "Sources", "StagingRun", "StorageSource"]
+
+Emit = Callable[..., Any]
+
+CHUNK = 1 << 20  # stays in the processor's cache between reading, hashing and writing
+PROGRESS_EVERY_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How patient staging is. `stall_s`: a copy must move `stall_bytes_per_s` over that long.
+
+    A shard missing at its source is tried again for `missing_deadline_s`, one of a wrong hash `tries` times in all.
+    """
+
+    in_flight: int = 4
+    missing_deadline_s: float = 10.0
+    stall_s: float = 30.0
+    stall_bytes_per_s: float = 100e3
+    tries: int = 3
+
+
+class Source(Protocol):
+    """Where a copy comes from."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shared(self) -> bool:
+        """Whether it is the shared storage itself, rather than a peer."""
+        ...
+
+    def open(self, shard: ShardRecord) -> Reader:
+        """OSError when it is not there, or not now."""
+        ...
+
+
+class Sources(Protocol):
+    """Chooses where the next try of a shard reads from."""
+
+    def choose(self, shard: ShardRecord, failures: int) -> Source: ...
+
+
+@dataclass(frozen=True)
+class StorageSource:
+    """The data set's own storage, for every try."""
+
+    storage: Storage
+    name: str = "the data set"
+    shared: bool = True
+
+    def open(self, shard: ShardRecord) -> Reader:
+        return self.storage.open(shard.path)
+
+    def choose(self, shard: ShardRecord, failures: int) -> Source:
+        return self
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What a run of staging did so far. Bytes of tries that came to nothing count in `from_…`, not in `copied`."""
+
+    copied: int = 0
+    from_source: int = 0
+    from_peers: int = 0
+    quarantined: int = 0
+    evicted: int = 0
+    retries: int = 0
+
+
+@dataclass(kw_only=True)
+class _Copy:
+    """One try. The copying thread writes `done`, `digest`, `error` and `full`; the other one `given_up`."""
+
+    shard: ShardRecord
+    source: Source
+    part: Path
+    fd: int
+    done: int = 0
+    digest: str | None = None
+    error: str = ""
+    full: bool = False
+    given_up: bool = False
+    watched_at: float = field(default_factory=time.monotonic)
+    watched_done: int = 0
+
+
+@dataclass
+class _Trouble:
+    """What a shard has been through."""
+
+    failures: int = 0
+    wrong: int = 0
+    deadline: float | None = None
+    not_before: float = 0.0
+
+
+class StagingRun:
+    """The copies of one stager. `shards`: all that may be needed. `diagnose(shard)` looks closely at a bad source.
+
+    `raise_damage`: DamagedDataError for a source that stays bad; else it is recorded and left for readers to meet.
+    """
+
+    def __init__(
+        self,
+        home: CacheHome,
+        shards: Sequence[ShardRecord],
+        planner: CachePlanner,
+        sources: Sources,
+        *,
+        limits: Limits,
+        emit: Emit,
+        stop: Callable[[], bool],
+        diagnose: Callable[[ShardRecord], list[Bad]],
+        raise_damage: bool = True,
+    ) -> None:
+        self.home = home
+        self.planner = planner
+        self.limits = limits
+        self.counts = Counts()
+        self.blocked: str | None = None
+        self.disk_full = False
+        self._shards = {shard.shard_id: shard for shard in shards}
+        self._sources = sources
+        self._emit = emit
+        self._stop = stop
+        self._diagnose = diagnose
+        self._raise_damage = raise_damage
+        self._copies: dict[str, _Copy] = {}
+        self._trouble: dict[str, _Trouble] = {}
+        self._ended: queue.SimpleQueue[_Copy] = queue.SimpleQueue()
+        self._closing = False
+        self._tries = 0
+
+    # --- the thread that decides ----------------------------------------------------------------------------------
+
+    def turn(self, wait_s: float) -> None:
+        """Begins what may begin, then waits up to `wait_s` for a copy to end and takes in all that have ended."""
+        self._give_up_stalled()
+        self._begin()
+        if self._copies or self._held():
+            self._take_ended(wait_s)
+
+    def idle(self) -> bool:
+        """Nothing is under way and nothing will be tried again."""
+        return not self._copies and not self._held()
+
+    def bytes_in_flight(self) -> int:
+        return sum(copy.done for copy in self._copies.values())
+
+    def add(self, shard: ShardRecord) -> None:
+        self._shards[shard.shard_id] = shard
+        self.planner.add(shard.shard_id, shard.nbytes)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends all copies, between two chunks; nothing of them stays."""
+        self._closing = True
+        deadline = time.monotonic() + timeout_s
+        while self._copies and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                copy = self._ended.get(timeout=0.1)
+                self._copies.pop(copy.shard.shard_id, None)
+                self.planner.failed(copy.shard.shard_id)
+                self._drop(copy)
+        for copy in self._copies.values():
+            copy.given_up = True
+            copy.part.unlink(missing_ok=True)
+
+    def _held(self) -> list[str]:
+        now = time.monotonic()
+        return [i for i, trouble in self._trouble.items() if trouble.not_before > now]
+
+    def _begin(self) -> None:
+        while not self._closing:
+            decision = self.planner.decide(hold=self._held())
+            self.blocked = decision.blocked
+            for shard_id in decision.start:
+                self._start(self._shards[shard_id])
+            if not decision.evict:
+                return
+            for shard_id in decision.evict:
+                self._evict(shard_id)
+
+    def _evict(self, shard_id: str) -> None:
+        if self.home.evict(shard_id):
+            self.planner.evicted(shard_id)
+            self.counts.evicted += 1
+            self._emit("cache_evicted", shard=shard_id)
+        else:
+            self.planner.not_evicted(shard_id)
+
+    def recheck_pins(self) -> None:
+        """Lets go of pins whose readers have."""
+        for shard_id in self.planner.ids(State.PINNED):
+            while self.planner.pins(shard_id):
+                self.planner.unpin(shard_id)
+
+    def _start(self, shard: ShardRecord) -> None:
+        self._tries += 1
+        part = self.home.part / f"{shard.shard_id}.{self._tries}.h5"
+        trouble = self._trouble.setdefault(shard.shard_id, _Trouble())
+        fd = -1
+        try:
+            with disk_full_means_interrupted(part, shard.nbytes):
+                fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+                if shard.nbytes:
+                    os.posix_fallocate(fd, 0, shard.nbytes)  # a full disk shows before the copy
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            part.unlink(missing_ok=True)
+            self.planner.failed(shard.shard_id)
+            if not isinstance(error, InterruptedRunError):
+                raise
+            self._no_room(str(error))
+            return
+        self.planner.copying(shard.shard_id)
+        copy = _Copy(shard=shard, source=self._sources.choose(shard, trouble.failures), part=part, fd=fd)
+        self._copies[shard.shard_id] = copy
+        threading.Thread(target=self._copy, args=(copy,), name=f"stage {shard.shard_id}", daemon=True).start()
+
+    def _take_ended(self, wait_s: float) -> None:
+        published = False
+        try:
+            copy = self._ended.get(timeout=wait_s)
+            while True:
+                published |= self._take(copy)
+                copy = self._ended.get_nowait()
+        except queue.Empty:
+            pass
+        finally:
+            if published:
+                fsync_dir(self.home.ready)
+
+    def _take(self, copy: _Copy) -> bool:
+        """What one ended copy leads to; whether a shard became ready."""
+        shard = copy.shard
+        if copy.given_up:
+            self._drop(copy)
+            return False
+        del self._copies[shard.shard_id]
+        if copy.source.shared:
+            self.counts.from_source += copy.done
+        else:
+            self.counts.from_peers += copy.done
+        if copy.digest is not None and copy.digest == shard.xxh3_128:
+            self.planner.verifying(shard.shard_id)
+            with disk_full_means_interrupted(copy.part, shard.nbytes):
+                copy.part.rename(self.home.ready_path(shard.shard_id))
+            self.planner.ready(shard.shard_id)
+            self._trouble.pop(shard.shard_id, None)
+            self.counts.copied += shard.nbytes
+            self._emit(
+                "cache_ready",
+                shard=shard.shard_id,
+                bytes=shard.nbytes,
+                source="" if copy.source.shared else copy.source.name,
+            )
+            return True
+        self._drop(copy)
+        self.planner.failed(shard.shard_id)
+        if copy.full:
+            self._no_room(f"{copy.part}: no space left on the device. {shard.nbytes} bytes were needed.")
+        elif copy.digest is not None:
+            self._wrong(copy)
+        elif not self._closing and not self._stop():
+            self._again(copy, copy.error)
+        return False
+
+    def _no_room(self, why: str) -> None:
+        """The disk is full: what was set aside goes, or else the cache makes do with what it has."""
+        freed = False
+        for aside in self.home.quarantine.glob("*.h5"):
+            aside.unlink(missing_ok=True)
+            freed = True
+        if not freed:
+            self.planner.disk_is_full()
+            self.disk_full = True
+        self._emit("cache_disk_full", why=why)
+
+    def _wrong(self, copy: _Copy) -> None:
+        trouble = self._trouble[copy.shard.shard_id]
+        why = f"xxh3_128 {copy.digest}, expected {copy.shard.xxh3_128}"
+        trouble.failures += 1
+        self.counts.retries += 1
+        if copy.source.shared:
+            trouble.wrong += 1
+            if trouble.wrong >= self.limits.tries:
+                self._source_damaged(copy.shard, why)
+        self._emit("cache_retry", shard=copy.shard.shard_id, source=copy.source.name, why=why)
+
+    def _again(self, copy: _Copy, why: str) -> None:
+        """Another try after a pause that grows, with jitter; a peer's failure says nothing about the shard itself."""
+        trouble, now = self._trouble[copy.shard.shard_id], time.monotonic()
+        trouble.failures += 1
+        self.counts.retries += 1
+        if copy.source.shared:
+            if trouble.deadline is None:
+                trouble.deadline = now + self.limits.missing_deadline_s
+            elif now >= trouble.deadline:
+                self._source_damaged(copy.shard, why)
+                return
+        pause = min(0.05 * 2 ** min(trouble.failures - 1, 6), 1.0) * random.uniform(0.5, 1.5)
+        trouble.not_before = now + pause
+        self._emit("cache_retry", shard=copy.shard.shard_id, source=copy.source.name, why=why)
+
+    def _source_damaged(self, shard: ShardRecord, why: str) -> None:
+        bad = self._diagnose(shard)
+        samples = "; ".join(f"sample uid {b.uid:#018x}, {b.field}: {b.why}" for b in bad if b.uid is not None)
+        record = {"shard": shard.shard_id, "why": why, "bad": [b.to_json() for b in bad]}
+        write_atomic(self.home.quarantine / f"{shard.shard_id}.json", json.dumps(record, indent=1).encode())
+        self._emit("cache_source_damaged", shard=shard.shard_id, why=why)
+        if self._raise_damage:
+            raise DamagedDataError(
+                f"shard {shard.shard_id} is damaged in the data set: {why}{'; ' + samples if samples else ''}. "
+                "`exitwave verify` lists all damage; restore the file from a copy, or take the shard out and simulate "
+                "it again."
+            )
+        self._trouble[shard.shard_id].not_before = float("inf")
+
+    def _give_up_stalled(self) -> None:
+        now = time.monotonic()
+        for copy in list(self._copies.values()):
+            if now - copy.watched_at < self.limits.stall_s:
+                continue
+            moved = copy.done - copy.watched_done
+            copy.watched_at, copy.watched_done = now, copy.done
+            if moved >= self.limits.stall_bytes_per_s * self.limits.stall_s or copy.done == copy.shard.nbytes:
+                continue
+            copy.given_up = True
+            copy.part.unlink(missing_ok=True)
+            del self._copies[copy.shard.shard_id]
+            self.planner.failed(copy.shard.shard_id)
+            why = f"{copy.source.name}: {moved} bytes in {self.limits.stall_s:g} s, at byte {copy.done}"
+            self._again(copy, why)
+
+    @staticmethod
+    def _drop(copy: _Copy) -> None:
+        copy.part.unlink(missing_ok=True)
+
+    # --- a copying thread -----------------------------------------------------------------------------------------
+
+    def _copy(self, copy: _Copy) -> None:
+        try:
+            reader = copy.source.open(copy.shard)
+            try:
+                copy.digest = self._pour(reader, copy)
+            finally:
+                reader.close()
+        except OSError as error:
+            copy.full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            copy.error = f"{error.filename or copy.shard.path}: {error.strerror or error}"
+        except Exception as error:
+            copy.error = f"{type(error).__name__}: {error}"
+        finally:
+            os.close(copy.fd)
+            self._ended.put(copy)
+
+    def _pour(self, reader: Reader, copy: _Copy) -> str | None:
+        """Reads, hashes and writes to the end, then syncs; the hash of what was read, None when it was stopped."""
+        nbytes, digest, offset = copy.shard.nbytes, xxhash.xxh3_128(), 0
+        buffer = memoryview(bytearray(min(CHUNK, max(nbytes, 1))))
+        while offset < nbytes:
+            if copy.given_up or self._closing or self._stop():
+                return None
+            count = reader.readinto(buffer[: nbytes - offset], offset)
+            if count == 0:
+                raise OSError(errno.ENODATA, f"{offset} bytes, expected {nbytes}", copy.shard.path)
+            digest.update(buffer[:count])
+            rest, at = buffer[:count], offset
+            while rest:
+                written = os.pwrite(copy.fd, rest, at)
+                rest, at = rest[written:], at + written
+            offset = copy.done = offset + count
+        os.fdatasync(copy.fd)
+        return digest.hexdigest()

@@ -201,13 +201,15 @@ def _rewrite(job: ShardJob, folder: Path, header: Header, files: ShardFiles) -> 
             for new, row in enumerate(rows):
                 arrays, buffers = _buffers(fields)
                 # the bytes of params are read for their checksum; the converted record is written
-                buffers["params"] = np.empty(job.record.extent("params").stride, np.uint8)
-                uid = files.read(job.record, row, buffers)
-                writer.write(new, uid=int(uid), params=params[new], arrays=arrays)
+                buffers["params"] = np.empty((1, job.record.extent("params").stride), np.uint8)
+                uid = np.empty(1, "<u8")
+                files.read_rows([(job.record, row, 0)], buffers, uid)
+                writer.write(new, uid=int(uid[0]), params=params[new], arrays=arrays)
             return writer.publish()
 
 
 def _buffers(fields: Sequence[FieldSpec]) -> tuple[dict[str, Array], dict[str, Array]]:
     """Arrays for the stored numbers of one sample, and views of their bytes to be read into."""
     arrays = {field.name: np.empty(field.shape, field.stored_dtype) for field in fields}
-    return arrays, {name: array.reshape(-1).view(np.uint8) for name, array in arrays.items()}
+    # (…) -> (1, bytes of a sample)
+    return arrays, {name: array.reshape(1, -1).view(np.uint8) for name, array in arrays.items()}

@@ -28,7 +28,7 @@ from exitwave.ingest.records import Extent, PublishedShard, StructureInfo, check
 from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, SHARD_VERSIONS_READ, TABLES, FieldSpec
 from exitwave.ingest.shard_check import describe_shard
 
-__all__ = ["ShardReader", "ShardWriter", "Structure", "read_extents"]
+__all__ = ["ShardReader", "ShardWriter", "Structure", "exitwave_version", "read_extents"]
 
 # Threshold 1 would align every small table too and bloat small shards 3.6 times.
 _ALIGNMENT = {"alignment_threshold": 65536, "alignment_interval": 4096}
@@ -52,7 +52,7 @@ def _little(dtype: Any) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
-def _exitwave_version() -> str:
+def exitwave_version() -> str:
     try:
         return version("exitwave")
     except PackageNotFoundError:
@@ -90,7 +90,7 @@ class ShardWriter:
         self._attrs: dict[str, Any] = {
             "format": SHARD_FORMAT,
             "format_version": SHARD_VERSION,
-            "exitwave_version": _exitwave_version(),
+            "exitwave_version": exitwave_version(),
             "shard_id": shard_id,
             "task": task,
             "campaign_hash": campaign_hash,

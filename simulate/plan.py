@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -91,8 +91,15 @@ class Plan:
         }
 
 
-def make_plan(spec: CampaignSpec, *, base_dir: Path) -> Plan:
-    """Plan `spec`; relative paths in it start at `base_dir`.
+Feed = Callable[[Mapping[str, Any]], None]
+
+
+def _tell_nobody(event: Mapping[str, Any]) -> None: ...
+
+
+def make_plan(spec: CampaignSpec, *, base_dir: Path, feed: Feed = _tell_nobody) -> Plan:
+    """Plan `spec`; relative paths in it start at `base_dir`. `feed` hears how far it is, for a person who waits:
+    `plan_structures` with the structures read, `plan_samples` with the samples drawn.
 
     Raises UsageError for a source that does not exist, splits that cannot be made, samples that are one experiment
     twice, and where no structure remains.
@@ -100,18 +107,21 @@ def make_plan(spec: CampaignSpec, *, base_dir: Path) -> Plan:
     rejected: list[Rejected] = []
     found: list[StructureSpec] = []
     fixed: list[str | None] = []
-    for crystal in read_sources(spec.structures, base_dir=base_dir):
+    known: set[tuple[str, tuple[int, int, int]]] = set()
+    for number, crystal in enumerate(read_sources(spec.structures, base_dir=base_dir, seed=spec.seed)):
+        feed({"kind": "plan_structures", "done": number, "rejected": len(rejected)})
         if isinstance(crystal, Rejected):
             rejected.append(crystal)
             continue
         for outcome in _prepare(crystal, spec):
             if isinstance(outcome, Rejected):
                 rejected.append(outcome)
-            elif any((s.key, s.zone_axis) == (outcome.key, outcome.zone_axis) for s in found):
+            elif (outcome.key, outcome.zone_axis) in known:
                 rejected.append(
                     Rejected(source=outcome.source, why="it stands in the campaign twice; the first counts")
                 )
             else:
+                known.add((outcome.key, outcome.zone_axis))
                 found.append(outcome)
                 fixed.append(crystal.split)
     if not found:
@@ -135,7 +145,7 @@ def make_plan(spec: CampaignSpec, *, base_dir: Path) -> Plan:
         else:
             structures.append(replace(structure, index=len(structures)))
             splits.append(split)
-    return _with_tasks(spec, structures, splits, rejected)
+    return _with_tasks(spec, structures, splits, rejected, feed)
 
 
 def _reasons(rejected: list[Rejected]) -> str:
@@ -150,7 +160,12 @@ def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | R
     if reason is not None:
         yield Rejected(source=crystal.source, why=reason)
         return
-    symmetry = symmetry_of(crystal.atoms)
+    if len(crystal.atoms) > spec.cell.max_atoms:
+        why = f"its cell holds {len(crystal.atoms)} atoms, cell.max_atoms is {spec.cell.max_atoms}"
+        yield Rejected(source=crystal.source, why=why)
+        return
+    named_by = crystal.atoms if crystal.parent is None else crystal.parent
+    symmetry = symmetry_of(named_by)
     for zone in crystal.zone_axes:
         label = f"{crystal.source} along [{zone[0]} {zone[1]} {zone[2]}]"
         try:
@@ -160,6 +175,7 @@ def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | R
                 max_strain=spec.cell.max_strain,
                 slice_thickness_A=spec.grid.slice_thickness_A,
                 max_atoms=spec.cell.max_atoms,
+                index_cell=named_by.cell.array,
             )
         except OrientationError as error:
             yield Rejected(source=label, why=str(error))
@@ -206,7 +222,7 @@ def _check_size(structure: StructureSpec, spec: CampaignSpec) -> str | None:
 
 
 def _with_tasks(
-    spec: CampaignSpec, structures: list[StructureSpec], splits: list[str], rejected: list[Rejected]
+    spec: CampaignSpec, structures: list[StructureSpec], splits: list[str], rejected: list[Rejected], feed: Feed
 ) -> Plan:
     asked = len(structures) * spec.samples_per_structure
     if asked > MAX_SAMPLES:
@@ -225,6 +241,7 @@ def _with_tasks(
     lost = 0
     memory = 0
     for structure, split in zip(structures, splits, strict=True):
+        feed({"kind": "plan_samples", "done": len(used) * spec.samples_per_structure, "total": asked})
         reasons: Counter[str] = Counter()
         good: list[tuple[int, int]] = []  # index and uid
         for k in range(spec.samples_per_structure):

@@ -67,6 +67,10 @@ class StructureSource(StrictModel):
     builder: BuilderCall | None = None
     zone_axes: tuple[tuple[ZoneIndex, ZoneIndex, ZoneIndex], ...] = Field(default=((0, 0, 1),), min_length=1)
     split: Literal["train", "val", "test"] | None = None
+    # A file with places that are occupied in part is no crystal: rejected, or a seeded supercell with edges of at least
+    # occupancy_extent_A is drawn from it.
+    partial_occupancy: Literal["reject", "sample"] = "reject"
+    occupancy_extent_A: float = Field(default=12.0, gt=0, le=200)
 
     @field_validator("library", mode="before")
     @classmethod
@@ -90,6 +94,8 @@ class StructureSource(StrictModel):
             raise ValueError("a prototype needs `elements` and `a_A` (the lattice parameter in Å)")
         if self.prototype is None and (self.a_A is not None or self.c_A is not None or self.elements):
             raise ValueError("elements, a_A and c_A belong to a `prototype`")
+        if self.partial_occupancy == "sample" and self.cif is None and self.library is None:
+            raise ValueError("partial_occupancy belongs to `cif` or `library`: no other source has occupancies")
         if self.select and self.ase_db is None:
             raise ValueError("`select` belongs to an `ase_db`")
         return self
@@ -287,6 +293,8 @@ class Recipe(StrictModel):
     phonons: PhononSpec = PhononSpec()
     label: LabelSpec = LabelSpec()
     fields: tuple[Literal["cbed", "potential"], ...] = Field(default=("cbed", "potential"), min_length=1)
+    # How a field of intensities is stored; readers give float32 values whatever it is.
+    encoding: dict[Literal["cbed"], Literal["sqrt-f2"]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _fans_out(self) -> Recipe:
@@ -304,6 +312,8 @@ class Recipe(StrictModel):
             )
         if len(set(self.fields)) != len(self.fields):
             raise ValueError(f"fields: each name once expected, came {list(self.fields)}")
+        if extra := [name for name in self.encoding if name not in self.fields]:
+            raise ValueError(f"encoding: {extra[0]} is not among the fields {list(self.fields)}")
         return self
 
     @property

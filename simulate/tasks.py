@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.codecs import ENCODINGS
+from exitwave.ingest.encoding import LARGEST_VALUE, sqrt_scale
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, STANDARD_FIELDS, FieldSpec
 from exitwave.simulate.distributions import bounds, draw, uniform_stream
 from exitwave.simulate.label import label_bandlimit
@@ -288,16 +290,21 @@ def reject_sample(spec: SampleSpec) -> str | None:
 def fields_of(recipe: Recipe) -> tuple[FieldSpec, ...]:
     """The array fields of a sample, in the order of the recipe."""
     shapes = {"cbed": (*recipe.scan.shape, *recipe.detector.shape), "potential": recipe.label.shape}
-    return tuple(
-        FieldSpec(
-            name=name,
-            dtype="<f4",
-            shape=shapes[name],
-            axes=STANDARD_FIELDS[name][0],
-            unit=STANDARD_FIELDS[name][1],
-            meaning=STANDARD_FIELDS[name][2],
-        )
-        for name in recipe.fields
+    encodings: dict[str, str] = {str(name): str(kind) for name, kind in recipe.encoding.items()}
+    return tuple(_field(name, shapes[name], encodings.get(name, "")) for name in recipe.fields)
+
+
+def _field(name: str, shape: tuple[int, ...], encoding: str) -> FieldSpec:
+    axes, unit, meaning = STANDARD_FIELDS[name]
+    return FieldSpec(
+        name=name,
+        dtype=ENCODINGS[encoding].stored_dtype if encoding else "<f4",
+        shape=shape,
+        axes=axes,
+        unit=unit,
+        meaning=meaning,
+        encoding=encoding,
+        scale=sqrt_scale(LARGEST_VALUE[name]) if encoding else 1.0,
     )
 
 
@@ -339,7 +346,7 @@ def shard_id_of(
         "campaign": campaign_hash,
         "simulator": simulator,
         "split": split,
-        "fields": [[f.name, f.dtype, list(f.shape)] for f in fields],
+        "fields": [[f.name, f.dtype, list(f.shape), f.encoding, f.scale] for f in fields],
         "uids": list(uids),
     }
     return hashlib.blake2b(canonical_json(content).encode(), digest_size=16).hexdigest()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.encoding import encode_sample
 from exitwave.ingest.records import StructureInfo
 from exitwave.ingest.schema import PARAMS_DTYPE
 from exitwave.ingest.shard import ShardWriter
@@ -45,6 +46,7 @@ def run_task(task: TaskSpec, dataset: str) -> dict[str, Any]:
     published = find_published(root, task.shard_id)
     adopted = published is not None
     if published is None:
+        fields = fields_of(task.recipe)
         with ShardWriter(
             root,
             shard_id=task.shard_id,
@@ -52,12 +54,12 @@ def run_task(task: TaskSpec, dataset: str) -> dict[str, Any]:
             campaign_hash=task.campaign_hash,
             simulator=task.simulator,
             n=len(task.sample_indices),
-            fields=fields_of(task.recipe),
+            fields=fields,
             params_dtype=PARAMS_DTYPE,
         ) as writer:
             samples = _simulators[task.simulator].simulate(task.samples())
             for row, sample in enumerate(samples):
-                writer.write(row, uid=sample.uid, params=sample.params, arrays=sample.arrays)
+                writer.write(row, uid=sample.uid, params=sample.params, arrays=encode_sample(fields, sample.arrays))
             structure = task.structure
             numbers, positions, lengths = structure.tiled(1)
             writer.add_structure(

@@ -93,6 +93,8 @@ def _loopback_result(kind: str, values: list[Any]) -> list[Any]:
     shapes = {(tuple(v.shape), v.dtype) for v in values}
     if len(shapes) > 1:
         raise ValueError(f"tensors differ between ranks: {sorted(map(str, shapes))}")
+    if name == "collect":
+        return [torch.stack(values) if rank == int(detail) else value for rank, value in enumerate(values)]
     if name == "broadcast":
         common = values[int(detail)].clone()
     else:
@@ -167,6 +169,9 @@ class LoopbackTransport:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
         return _RoundHandle(self._hub.join(self._rank, f"broadcast:{root}", tensor), self._rank)
+
+    def collect(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
+        return _RoundHandle(self._hub.join(self._rank, f"collect:{root}", tensor), self._rank)
 
     def gather(self, payload: bytes) -> Handle[list[bytes]]:
         return _RoundHandle(self._hub.join(self._rank, "gather", payload), self._rank)

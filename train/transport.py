@@ -36,6 +36,7 @@ from exitwave.ingest.errors import ExitwaveError, UsageError
 __all__ = [
     "Board",
     "Handle",
+    "PendingTransfer",
     "ReduceKind",
     "TorchTransport",
     "Transport",
@@ -92,6 +93,9 @@ class Transport(Protocol):
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
         """Overwrite `tensor` (contiguous) with rank `root`'s."""
 
+    def collect(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
+        """On rank `root` the ranks' tensors, stacked: (rank, *shape); on the others something to wait for."""
+
     def gather(self, payload: bytes) -> Handle[list[bytes]]:
         """Every rank's `payload` (any length), in rank order, on every rank.
 
@@ -110,6 +114,20 @@ _TORCH_OPS: dict[str, Any] = {
     "and": dist.ReduceOp.BAND,
     "or": dist.ReduceOp.BOR,
 }
+
+
+class PendingTransfer:
+    """A send or receive under way. Its wait has no limit of its own: gloo breaks the connection when one passes."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when it is over. Raises `TransportError` when the peer is gone or the transport's limit passes."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"the transfer failed: {_first_line(error)}") from error
 
 
 class _WorkHandle(Generic[T]):
@@ -249,11 +267,43 @@ class TorchTransport:
         options.rootRank, options.rootTensor = root, 0
         return self._start(tensor, self._backend.broadcast, [tensor], options)
 
+    def collect(self, tensor: torch.Tensor, root: int) -> Handle[torch.Tensor]:
+        options = dist.GatherOptions()
+        options.rootRank = root
+        if self._rank != root:
+            return self._start(tensor, self._backend.gather, [], [tensor], options)
+        rows = torch.zeros((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        return self._start(rows, self._backend.gather, [list(rows.unbind())], [tensor], options)
+
     def gather(self, payload: bytes) -> Handle[list[bytes]]:
         return _GatherHandle(payload, self.size, self._gather_counted)
 
     def _gather_counted(self, output: torch.Tensor, own: torch.Tensor) -> _WorkHandle[torch.Tensor]:
         return self._start(output, self._backend.allgather, [list(output.chunk(self.size))], [own])
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether `send` and `receive` serve (gloo); else use `backend`'s own collectives."""
+        return self._blocking_wait
+
+    @property
+    def backend(self) -> Any:
+        """The torch.distributed backend object, for collectives that the Protocol does not name."""
+        return self._backend
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> PendingTransfer:
+        """Start sending `tensor` (contiguous) to rank `to`, who receives it under the same tag."""
+        return self._transfer(self._backend.send, tensor, to, tag)
+
+    def receive(self, tensor: torch.Tensor, sender: int, tag: int) -> PendingTransfer:
+        """Start receiving into `tensor` (contiguous) what rank `sender` sends under this tag."""
+        return self._transfer(self._backend.recv, tensor, sender, tag)
+
+    def _transfer(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> PendingTransfer:
+        try:
+            return PendingTransfer(call([tensor], peer, tag))
+        except RuntimeError as error:
+            raise TransportError(f"the transfer could not start: {_first_line(error)}") from error
 
     def _start(self, result: T, collective: Callable[..., Any], *args: Any) -> _WorkHandle[T]:
         try:

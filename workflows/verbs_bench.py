@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from exitwave.workflows import verbs_data, verbs_train  # noqa: F401  (their verbs stand before this one in the help)
+# their verbs stand before this one in the help: first data, then its views, then training
+from exitwave.workflows import verbs_data, verbs_train, verbs_views  # noqa: F401
 from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
 
 

@@ -65,6 +65,13 @@ def broadcast_from_each_root(t: Transport) -> None:
         assert tensor.tolist() == [root] * 4
 
 
+def collect_at_each_root(t: Transport) -> None:
+    for root in range(SIZE):
+        rows = t.collect(torch.tensor([t.rank, root], dtype=torch.int64), root).wait(LIMIT_S)
+        if t.rank == root:
+            assert rows.tolist() == [[rank, root] for rank in range(SIZE)]
+
+
 def gather_any_length(t: Transport) -> None:
     assert t.gather(b"x" * t.rank).wait(LIMIT_S) == [b"", b"x", b"xx"]
     assert t.gather(b"").wait(LIMIT_S) == [b""] * SIZE
@@ -131,6 +138,7 @@ CHECKS: list[Callable[..., None]] = [
     bitwise_on_int64_words,
     dtypes_and_shapes,
     broadcast_from_each_root,
+    collect_at_each_root,
     gather_any_length,
     many_in_flight_keep_their_order,
     all_ranks_receive_the_same_bytes,

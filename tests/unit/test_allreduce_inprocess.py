@@ -97,7 +97,8 @@ def test_one_rank_needs_no_process_group_and_changes_nothing():
     [
         ({"protocol": "gossip"}, "choose static, bitvector, coordinator"),
         ({"grouping": "best"}, "choose optimal, bytes"),
-        ({"overlap": "step"}, "choose backward"),
+        ({"overlap": "forward"}, "choose backward, step"),
+        ({"overlap": "step", "protocol": "bitvector"}, "the plan's order"),
         ({"compression": "fp16"}, "leave it out"),
         ({"timeout_s": 0}, "positive"),
         ({"average_over": 2}, "world size 1"),

@@ -226,6 +226,9 @@ class Late:
     def broadcast(self, tensor, root):
         return self._late(self._inner.broadcast(tensor, root))
 
+    def collect(self, tensor, root):
+        return self._late(self._inner.collect(tensor, root))
+
     def _late(self, handle):
         return SimpleNamespace(wait=handle.wait, done=lambda: handle.done() and self._rng.random() < 0.3)
 

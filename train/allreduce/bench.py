@@ -61,7 +61,7 @@ def run_bench(
         UsageError: an unknown link, model or method.
         InterruptedRunError: stopped by a signal; processes and namespaces are gone.
     """
-    links, models = tuple(links or LINKS), tuple(models or MODELS)
+    links, models = tuple(links or ("loopback", "1gbit", "400mbit")), tuple(models or MODELS)
     for given, known, what in ((links, tuple(LINKS), "link"), (models, MODELS, "model"), (methods, METHODS, "method")):
         for name in given:
             if name not in known:

@@ -23,7 +23,7 @@ from exitwave.train.allreduce.engine import GroupedAllreduce
 from exitwave.train.allreduce.tuning import MEASURED_PASSES, WARM_PASSES
 from exitwave.train.models.fc_densenet import build_model
 
-__all__: list[str] = []
+__all__ = ["meet"]
 
 _SETTLE = WARM_PASSES + MEASURED_PASSES + 2  # steps until a plan is final, and two by it
 _BLOCK = 4  # steps of a method in a round, the first of which is not counted
@@ -134,21 +134,29 @@ def _agree(number: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, kind in {"rank": int, "port": int, "parent": int, "seconds": float}.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    for name in ("address", "model", "out"):
+    parser.add_argument("--seconds", type=float, required=True)
+    for name in ("model", "out"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--methods", nargs="+", required=True)
-    options = parser.parse_args()
-    _die_with(options.parent)
-    torch.set_num_threads(1)
-    method = f"tcp://{options.address}:{options.port}"
-    dist.init_process_group("gloo", init_method=method, rank=options.rank, world_size=2)
+    options = meet(parser)
     record = measure(*make(options.model), options.methods, options.seconds)
     if options.rank == 0:
         Path(options.out).write_text(json.dumps(record), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def meet(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line of a rank, whose place `bench_links` added, and join the others over gloo."""
+    for name in ("rank", "world", "port", "parent"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--address", required=True)
+    options = parser.parse_args()
+    _die_with(options.parent)
+    torch.set_num_threads(1)
+    method = f"tcp://{options.address}:{options.port}"
+    dist.init_process_group("gloo", init_method=method, rank=options.rank, world_size=options.world)
+    return options
 
 
 def _die_with(parent: int) -> None:

@@ -7,7 +7,7 @@
 3.  Rank 0 broadcasts the order of this cycle. All ranks, itself included, reduce by it.
 
 What a cycle costs grows with ranks x tensors of a group, and so do rank 0's table and its time: that is the point of
-the comparison. Requests travel as rows of one matrix in which each rank fills its own (a gather, written as a sum).
+the comparison. A request is a row of fixed length, gathered at rank 0.
 
 Cycles are pipelined behind the backward pass. Rank 0 starts the requests of cycle k+1 only after it has sent the order
 of cycle k; the other ranks start both at once. So all ranks start the same collectives in the same order, and none
@@ -117,11 +117,11 @@ class CoordinatorSchedule:
             wait(handle, lambda n=number: f"the messages of cycle {n}")  # type: ignore[misc]
 
     def _send(self, group: int) -> Handle[torch.Tensor]:
-        # Shape: (rank, place in the request): numbers of tensors from 1, 0 where there is none.
-        matrix = torch.zeros(self._control.size, self._longest, dtype=torch.int64)
+        # Numbers of tensors from 1, 0 where there is none. Rank 0 receives (rank, place in the request).
+        request = torch.zeros(self._longest, dtype=torch.int64)
         tensors = self._table.members[group]
-        matrix[self._control.rank, : len(tensors)] = torch.tensor(tensors, dtype=torch.int64) + 1
-        return self._control.allreduce(matrix, "sum")
+        request[: len(tensors)] = torch.tensor(tensors, dtype=torch.int64) + 1
+        return self._control.collect(request, _ROOT)
 
     def _advance(self) -> bool:
         """Rank 0: begin the next cycle if none is under way; whether one is."""

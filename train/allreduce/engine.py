@@ -36,16 +36,18 @@ from exitwave.train.allreduce.coordinator import CoordinatorSchedule
 from exitwave.train.allreduce.fusion import FusionBuffers
 from exitwave.train.allreduce.groups import GroupPlan
 from exitwave.train.allreduce.module_plan import plan_module, tensor_infos
+from exitwave.train.allreduce.options import check_options, divisor_of, group_size, refuse_ranks_that_never_met
 from exitwave.train.allreduce.reducer import Counters, Reducer
+from exitwave.train.allreduce.ring import Ring
 from exitwave.train.allreduce.schedules import BitvectorSchedule, Schedule, StaticSchedule, plan_requests
+from exitwave.train.allreduce.sharded_optimizer import check_optimizer, describe_optimizer, mark_unscaled
 from exitwave.train.allreduce.stall import Progress, Watch
+from exitwave.train.allreduce.step_mode import StepMode, open_step_ring, plan_for_steps
 from exitwave.train.allreduce.timeline import Timeline, to_chrome
 from exitwave.train.allreduce.tuning import Planning, Tuner, measure_link
 from exitwave.train.transport import Handle, TorchTransport, Transport
 
 __all__ = ["Counters", "GroupedAllreduce"]
-
-_PROTOCOLS = ("static", "bitvector", "coordinator")
 
 
 class GroupedAllreduce(nn.Module):
@@ -67,7 +69,8 @@ class GroupedAllreduce(nn.Module):
             "coordinator" (rank 0 decides; for comparison).
         grouping: "optimal" (measure, then the plan that ends soonest), "optimal:MAX_MB", "bytes", "bytes:CAP_MB",
             "layer-blocks", "count:N", an object of `groups`, or a saved `GroupPlan`.
-        overlap: "backward".
+        overlap: "backward" (as DDP: communication hides behind backward) or "step" (it spans the whole step; needs
+            `wrap(optimizer)`, leaves `.grad` undefined after backward: see `step_mode`).
         compression: None.
         process_group: the ranks to reduce over; None means all. Without torch.distributed, a world of one rank.
         average_over: how many of the ranks hold different samples (a number or a process group); None means all. When
@@ -96,15 +99,19 @@ class GroupedAllreduce(nn.Module):
         transports: tuple[Transport, Transport] | None = None,
     ) -> None:
         super().__init__()
-        _check_options(protocol, overlap, compression, timeout_s)
+        check_options(protocol, overlap, compression, timeout_s)
         self.module = module
         named = list(module.named_parameters())  # a shared parameter appears once, under its first name
         self._parameters_by_name = {n: p for n, p in reversed(named) if p.requires_grad}  # ≈ ready order
+        if overlap == "step":
+            grouping = plan_for_steps(grouping, self._parameters_by_name)
         self.plan = plan_module(module, self._parameters_by_name, grouping)
         self.planning: Planning | None = None  # how the optimal plan came about, once it has
         self.counters = Counters()
         self._timeline = Timeline() if timeline else None
         self._tuner: Tuner | None = None
+        self._overlap = overlap
+        self._reducer: Reducer | StepMode | None = None
         self._sync = True
         self._running = False  # between the first hook of a reduced backward pass and its end
         self._finite: bool | None = None
@@ -114,27 +121,32 @@ class GroupedAllreduce(nn.Module):
         self._data: Transport | None = None
         self._control: Transport | None = None
         if transports is None:
-            _refuse_ranks_that_never_met()
-        if transports is None and dist.is_available() and dist.is_initialized() and _size(process_group) > 1:
+            refuse_ranks_that_never_met()
+        if transports is None and dist.is_available() and dist.is_initialized() and group_size(process_group) > 1:
             data = TorchTransport(process_group, timeout_s=timeout_s, label="data")
             transports = (
                 data,
                 TorchTransport(process_group, backend="gloo", timeout_s=timeout_s, label="control"),
             )
         self.world_size = transports[0].size if transports else 1
-        self._divisor = _divisor(average_over, self.world_size)
+        self._divisor = divisor_of(average_over, self.world_size)
         self._weight = 1.0 / self._divisor
         if transports is None or self.world_size == 1:
             return  # one rank: gradients are what they should be
         self._data, self._control = transports
         self._protocol = protocol
-        self._use(self.plan)
+        self._ring: Ring | None = None
+        if overlap == "step":
+            self._ring = open_step_ring(process_group, self._data, timeout_s)
+        else:
+            self._use(self.plan)
         self._watch = Watch(
             self._control.board, rank=self._control.rank, size=self.world_size, timeout_s=timeout_s, snapshot=self._note
         )
         try:
             self._agree()
-            self._tune(grouping)
+            if overlap == "backward":
+                self._tune(grouping)
         except BaseException:
             self._watch.close()
             raise
@@ -188,6 +200,84 @@ class GroupedAllreduce(nn.Module):
             self._finite = self._all_finite()
         return self._finite
 
+    def wrap(self, optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> torch.optim.Optimizer:
+        """The optimizer to use instead of `optimizer`; every rank calls it once, with the same one.
+
+        With overlap "step": a `ShardedOptimizer`, which updates this rank's share of parameters and state and has the
+        parameters gathered behind the next forward pass. What state `optimizer` holds (a checkpoint's) is taken over.
+        Else `optimizer` itself.
+
+        Args:
+            optimizer: an element-wise one, over all parameters of the module that require gradients.
+            elementwise: vouch for an optimizer that is not torch's own.
+
+        Raises:
+            UsageError: an optimizer that does not treat each element by itself, or that misses parameters.
+            MismatchError: ranks that give different optimizers.
+        """
+        if self._ring is None:
+            return optimizer
+        self._check_open()
+        assert self._control is not None
+        if self._reducer is not None:
+            raise UsageError("wrap was called before: one engine, one optimizer")
+        try:
+            param_groups = check_optimizer(optimizer, self._parameters_by_name, elementwise=elementwise)
+            verify_same(self._control, describe_optimizer(optimizer, param_groups), self._wait)
+        except UsageError as error:
+            self._fail(error)
+        self._reducer = StepMode(
+            self.plan,
+            self.module,
+            self._parameters_by_name,
+            optimizer,
+            param_groups,
+            ring=self._ring,
+            control=self._control,
+            watch=self._watch,
+            counters=self.counters,
+        )
+        return self._reducer.optimizer
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the mean gradients to a norm of at most `max_norm`; returns the norm before, the same on all ranks.
+
+        With overlap "step" this is a barrier: it waits for all reduce-scatters and sends one small message.
+        """
+        if isinstance(self._reducer, StepMode):
+            self._check_open()
+            norm = self._reducer.norm(norm_type)
+            factor = float(max_norm) / (float(norm) + 1e-6)
+            if factor < 1.0 or factor != factor:
+                self._reducer.scale(factor)
+            return norm
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def unscale_(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.unscale_(optimizer)` of a `torch.amp.GradScaler`, with the same verdict on every rank.
+
+        Call it between backward and `scaler.step(optimizer)`; with overlap "step" it is needed, and a barrier as
+        `clip_grad_norm_` is.
+        """
+        if isinstance(self._reducer, StepMode):
+            self._check_open()
+            found = torch.full((), 0.0 if self.finite() else 1.0)
+            self._reducer.scale(1.0 / scaler.get_scale())
+            mark_unscaled(scaler, optimizer, found)
+        else:
+            scaler.unscale_(optimizer)
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Within, all parameters of the module are whole and may be read by any way, or changed alike on all ranks.
+
+        Reading an attribute in a forward pass, `state_dict` and `load_state_dict` need no such care.
+        """
+        if isinstance(self._reducer, StepMode):
+            self._check_open()
+            self._reducer.wait_for_gathers()
+        yield
+
     def broadcast_buffers(self) -> None:
         """Make the module's buffers (running statistics) equal to rank 0's; every rank calls it."""
         if self._data is not None:
@@ -211,6 +301,8 @@ class GroupedAllreduce(nn.Module):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if isinstance(self._reducer, StepMode):
+            self._reducer.close()
         if self._data is not None:
             self._watch.close()
 
@@ -296,12 +388,15 @@ class GroupedAllreduce(nn.Module):
         if self._tuner is not None:
             self._tuner.ready(i)
         try:
+            assert self._reducer is not None
             self._reducer.ready(i)
         except UsageError as error:
             self._fail(error)
 
     def _begin(self) -> None:
         self._check_open()
+        if self._reducer is None:
+            self._fail(UsageError("overlap='step': call optimizer = engine.wrap(optimizer) before the first backward"))
         if self._tuner is not None and self._tuner.due:
             assert self._control is not None
             self.planning = self._tuner.plan(self.plan, self._control, self._wait)
@@ -309,7 +404,11 @@ class GroupedAllreduce(nn.Module):
             self._use(self.planning.plan)
         self._running = True
         self._finite = None
-        self._reducer.begin(self._weight)
+        assert self._reducer is not None
+        try:
+            self._reducer.begin(self._weight)
+        except UsageError as error:
+            self._fail(error)
         self._backward_begun = time.perf_counter()
         if self._tuner is not None:
             self._tuner.begin()
@@ -319,6 +418,7 @@ class GroupedAllreduce(nn.Module):
         """Step 3 of the module's prose; autograd calls it at the end of backward."""
         begun = time.perf_counter()
         try:
+            assert self._reducer is not None
             self._reducer.finish(self._watch.wait)
             if time.perf_counter() - self._ended > self._watch.timeout_s / 2:
                 self._watch.check(reread=True)  # away for long: the others may have given this rank up meanwhile
@@ -344,7 +444,8 @@ class GroupedAllreduce(nn.Module):
             return all(bool(torch.isfinite(g).all()) for g in gradients)
         self._check_open()
         # min and max carry NaN and infinities; one pass, no temporary.
-        ends = [torch.stack(torch.aminmax(arena)) for arena in self._reducer.buffers.arenas]
+        assert self._reducer is not None
+        ends = [torch.stack(torch.aminmax(row)) for row in self._reducer.reduced() if row.numel()]
         own = all(bool(torch.isfinite(end).all()) for end in ends)
         flag = torch.tensor([int(own)], dtype=torch.int64)
         return bool(self._wait(self._control.allreduce(flag, "and"), "the finite flag").item())
@@ -370,37 +471,5 @@ class GroupedAllreduce(nn.Module):
     def _note(self) -> Progress:
         """For the heartbeat thread: reads only, tolerates any moment."""
         phase = "backward" if self._running else "idle"
-        return Progress(step=self.counters.steps, phase=phase, missing=self._reducer.missing())
-
-
-def _refuse_ranks_that_never_met() -> None:
-    """Started by torchrun, without a process group: every rank would train a model of its own, without a word."""
-    if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
-        raise UsageError(
-            "this process was started by torchrun, but the ranks have not met: call "
-            'torch.distributed.init_process_group("gloo") before GroupedAllreduce'
-        )
-
-
-def _check_options(protocol: str, overlap: str, compression: str | None, timeout_s: float) -> None:
-    if protocol not in _PROTOCOLS:
-        raise UsageError(f"protocol {protocol!r} does not exist: choose {', '.join(_PROTOCOLS)}")
-    if overlap != "backward":
-        raise UsageError(f"overlap {overlap!r} does not exist (yet): choose backward")
-    if compression is not None:
-        raise UsageError(f"compression {compression!r} does not exist (yet): leave it out")
-    if not timeout_s > 0:
-        raise UsageError(f"timeout_s must be positive, got {timeout_s}")
-
-
-def _size(process_group: Any) -> int:
-    return dist.get_world_size(process_group if process_group is not None else dist.group.WORLD)
-
-
-def _divisor(average_over: Any, world_size: int) -> int:
-    if average_over is None:
-        return world_size
-    divisor = average_over if isinstance(average_over, int) else _size(average_over)
-    if not 1 <= divisor <= world_size or world_size % divisor:
-        raise UsageError(f"average_over={divisor}: expected a divisor of the world size {world_size}")
-    return divisor
+        missing = self._reducer.missing() if self._reducer is not None else ()
+        return Progress(step=self.counters.steps, phase=phase, missing=missing)

@@ -182,6 +182,10 @@ class Reducer:
         self._noticed = 0
         self._counters.groups += len(self.plan)
 
+    def reduced(self) -> list[torch.Tensor]:
+        """After `finish`: all mean gradients, as flat tensors (with their control tails)."""
+        return self.buffers.arenas
+
     def missing(self) -> tuple[str, ...]:
         """Names of tensors that this rank has not ready; for another thread, at any moment."""
         return tuple(name for name, ready in zip(self._names, self._ready, strict=True) if not ready)

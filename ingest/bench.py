@@ -73,6 +73,8 @@ def bench_ingest(
     """
     if samples < 2 * _BATCH or rounds < 1:
         raise UsageError(f"bench ingest: {samples} samples, {rounds} rounds; expected at least {2 * _BATCH} and 1")
+    if mds_python is not None and not mds_python.is_file():
+        raise UsageError(f"{mds_python}: expected the Python interpreter of an environment. {MOSAIC_HOW}")
     with tempfile.TemporaryDirectory(prefix="exitwave-bench-", dir=folder) as name, contextlib.ExitStack() as closing:
         work = Path(name)
         note(f"writing {samples} samples of 512 KiB for each loader")

@@ -122,10 +122,19 @@ class FastSimulator(AbtemSimulator):
         exit_planes: Sequence[int],
         detect: Callable[[int, int, NDArray[np.float64]], None],
     ) -> None:
+        from exitwave.simulate import kernels
+
         (ny, nx), (ly, lx) = spec.grid_yx, spec.structure.extent_yx_A
         ky = beam.rows.take(np.fft.fftfreq(ny, ly / ny))
         kx = np.fft.fftfreq(nx, lx / nx)
         points = self.real.type(ny * nx)
+        weight = np.abs(beam.propagator.astype(np.complex128)) ** 2
+        intensity = np.empty((len(beam.rows), nx))
+
+        def observe(position: int, which: int, spectrum: NDArray[np.complexfloating]) -> None:
+            kernels.intensity(spectrum, weight, intensity)
+            detect(position, which, intensity)
+
         self._propagation(spec.grid_yx, beam.rows).run(
             probe=beam.probe / points,
             shifts=[
@@ -136,12 +145,13 @@ class FastSimulator(AbtemSimulator):
             order=slices.order,
             propagator=beam.propagator / points,
             exit_planes=exit_planes,
-            exit_weight=np.abs(beam.propagator.astype(np.complex128)) ** 2,
-            detect=detect,
+            observe=observe,
         )
 
     def _propagation(self, grid_yx: tuple[int, int], rows: KeptRows) -> Propagation:
-        key = (grid_yx, rows)
+        from exitwave.simulate.transforms import planned_with
+
+        key = (grid_yx, rows, planned_with())
         if key not in self._propagations:
             if len(self._propagations) >= KEPT_GRIDS:
                 self._propagations.popitem(last=False)

@@ -201,6 +201,14 @@ class Dataset:
         """All uids (len,), uint64."""
         return np.concatenate([np.empty(0, "<u8"), *(self._files.read_table(shard, "uid") for shard in self.shards)])
 
+    def checksums(self, field: str) -> Array:
+        """The CRC-32C of each sample's stored bytes of one field, (len,) uint32, as the shards have them."""
+        if field not in self._specs:
+            raise UsageError(f"{self.root}: no field {field!r}; there are {', '.join(self._specs)}")
+        column = list(self._specs).index(field)
+        tables = [self._files.read_table(shard, "crc32c")[:, column] for shard in self.shards]
+        return np.concatenate([np.empty(0, "<u4"), *tables])
+
     @property
     def params(self) -> Array:
         """All parameters (len,) as a structured array; units stand in the names."""

@@ -320,7 +320,10 @@ class Tombstone:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The first line of a manifest. `created` is an ISO 8601 time in UTC, informative only."""
+    """The first line of a manifest. `created` is an ISO 8601 time in UTC, informative only.
+
+    `provenance`: the steps that made this data set from others (ingest, subset, merge, migrate), the oldest first.
+    """
 
     dataset_id: str
     campaign_hash: str
@@ -328,9 +331,10 @@ class Header:
     name: str = ""
     created: str = ""
     exitwave_version: str = ""
+    provenance: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        data: dict[str, Any] = {
             "kind": "header",
             "format": MANIFEST_FORMAT,
             "version": MANIFEST_VERSION,
@@ -341,6 +345,9 @@ class Header:
             "exitwave_version": self.exitwave_version,
             "fields": [_field_to_json(f) for f in self.fields],
         }
+        if self.provenance:
+            data["provenance"] = [dict(step) for step in self.provenance]
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Header:
@@ -351,6 +358,7 @@ class Header:
             created=str(data.get("created", "")),
             exitwave_version=str(data.get("exitwave_version", "")),
             fields=tuple(_field_from_json(f) for f in data["fields"]),
+            provenance=tuple(dict(step) for step in data.get("provenance", ())),
         )
 
 

@@ -19,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exitwave.simulate.detector import overlap_matrix, resample
+from exitwave.simulate.imaging import plane_wave
 from exitwave.simulate.label import lattice_points, project_label
 from exitwave.simulate.passes import passes
 from exitwave.simulate.simulator import Sample
 from exitwave.simulate.tasks import SampleSpec, StructureSpec
 from exitwave.simulate.threads import single_threaded
 
-__all__ = ["AbtemSimulator", "Optics", "Slices", "batch_positions", "configure_abtem"]
+__all__ = ["AbtemSimulator", "Optics", "Slices", "batch_positions", "configure_abtem", "scattering_factor"]
 
 # abTEM's names of the aberration coefficients; angles are given to it in radians.
 _COEFFICIENTS = ("C12", "C21", "C23", "C30", "C32", "C34", "C50")
@@ -55,6 +56,17 @@ def configure_abtem() -> Any:
         }
     )
     return abtem
+
+
+def scattering_factor(number: int, g_per_A: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Electron scattering factor f(g) of an element in Å, g = 1 / d in 1/Å (Lobato and Van Dyck 2014, eq. 16)."""
+    from ase.data import chemical_symbols
+
+    table = configure_abtem().parametrizations.LobatoParametrization().parameters
+    a, b = np.asarray(table[chemical_symbols[number]], dtype=np.float64)
+    square = np.asarray(g_per_A, dtype=np.float64)[..., None] ** 2
+    factor: NDArray[np.float64] = (a * (2.0 + b * square) / (1.0 + b * square) ** 2).sum(-1)
+    return factor
 
 
 def batch_positions(grid_yx: tuple[int, int]) -> int:
@@ -260,6 +272,16 @@ class AbtemSimulator:
         """As `exit_intensity`, by abTEM's lazy way on Dask's synchronous scheduler: for benchmarks only."""
         return self._exit_intensity(spec, slices.stacked(), points_yx, lazy=True)
 
+    def plane_waves(self, spec: SampleSpec, slices: Slices, exit_planes: Sequence[int]) -> NDArray[np.complexfloating]:
+        """Spectra of a plane wave of the sample's energy and tilt behind exit planes, (exit planes, Ny, Nx).
+
+        Zero frequency first; the incident beam is 1 there. Exit planes count slices, ascending.
+        """
+        optics = self.optics(spec)
+        transmissions = self.bandlimited(spec, slices, optics.aperture)
+        spectra = plane_wave(list(transmissions), slices.order, optics.propagator, exit_planes)
+        return np.swapaxes(spectra, -1, -2)
+
     def _potential_array(self, structure: StructureSpec, slices: NDArray[np.floating]) -> Any:
         y, x = structure.extent_yx_A
         return self._abtem.PotentialArray(
@@ -322,6 +344,18 @@ class AbtemSimulator:
         """exp(i sigma V) of each slice (slices, x, y); not yet band-limited."""
         potential = self._potential_array(spec.structure, slices)
         return np.asarray(potential.transmission_function(spec.values["energy_keV"] * 1e3).array)
+
+    def bandlimited(
+        self, spec: SampleSpec, slices: Slices, aperture: NDArray[np.floating]
+    ) -> NDArray[np.complexfloating]:
+        """Band-limited exp(i sigma V) of the different slices, (slices, x, y)."""
+        import scipy.fft
+
+        made = np.empty(slices.different.shape, dtype=self.complex)
+        for index in range(len(made)):  # one by one: a whole stack would be held several times over
+            plane = scipy.fft.fft2(self.transmission(spec, slices.different[index : index + 1])[0], workers=1)
+            made[index] = scipy.fft.ifft2(plane * aperture, workers=1)
+        return made
 
 
 def _once(slices: NDArray[np.floating]) -> Slices:

@@ -1,7 +1,8 @@
-"""The passes between the transforms of the fast multislice, compiled by numba.
+"""The inner loops of the fast multislice, compiled by numba.
 
-Each is one sweep over memory. They run in one thread, without fused or reordered arithmetic (no `fastmath`), so that
-the same input gives the same bits wherever they run; `cache=True` keeps the compiled code beside this file.
+They run in one thread, without fused or reordered arithmetic (no `fastmath`), so that the same input gives the same
+bits wherever they run; `cache=True` keeps the compiled code beside this file. Transforms of lines are FFTW's, called at
+their address: a slice of a wave is a hundred short steps, and each would cost as much to call from Python as to do.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
-__all__ = ["fold", "intensity", "multiply", "place", "unfold"]
+__all__ = ["LINES", "advance", "enter", "intensity", "leave", "place"]
+
+LINES = 8  # lines that are transformed together: 8 complex64 are a cache line, and 8 lines stay in the first cache
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
@@ -25,60 +30,124 @@ def _compiled(function: _Function) -> _Function:
     return made
 
 
-_BLOCK = 8  # elements of 8 bytes in a cache line: what a transposition moves together
+@intrinsic
+def _execute(typing: Any, function: Any, plan: Any, source: Any, target: Any) -> Any:
+    """function(plan, source, target), all of them addresses: FFTW's execute_dft, on other arrays than were planned."""
+    signature = types.void(types.uint64, types.uint64, types.uint64, types.uint64)
 
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        pointer = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [word] * 3).as_pointer())
+        builder.call(pointer, arguments[1:])
+        return context.get_dummy_value()
 
-@_compiled
-def multiply(wave: Any, factor: Any) -> None:
-    """wave *= factor; both contiguous and flat."""
-    for i in range(wave.size):
-        wave[i] *= factor[i]
+    return signature, generate
 
 
 @_compiled
 def place(out: Any, probe: Any, along_y: Any, along_x: Any) -> None:
     """out = probe moved to its position: (kept ky, kx), the phase being a part of ky times a part of kx."""
-    for j in range(out.shape[0]):
-        for i in range(out.shape[1]):
+    for j in range(probe.shape[0]):
+        for i in range(probe.shape[1]):
             out[j, i] = probe[j, i] * (along_y[j] * along_x[i])
 
 
 @_compiled
-def fold(wave: Any, out: Any, low: int) -> None:
-    """(x, ky) -> (kept ky, x): transpose, leaving out the frequencies that the aperture zeroes.
+def enter(spectrum: Any, plane: Any, call: Any, backward_x: Any) -> None:
+    """A spectrum (kept ky, kx) -> the state between slices (kept ky, x)."""
+    for row in range(0, plane.shape[0], LINES):
+        _execute(call, backward_x, spectrum[row].ctypes.data, plane[row].ctypes.data)
 
-    Of ky, the first `low` and the last `len(out) - low` are kept.
+
+@_compiled
+def leave(plane: Any, spectrum: Any, call: Any, forward_x: Any) -> None:
+    """The state between slices (kept ky, x) -> its spectrum (kept ky, kx); the state stays as it is."""
+    for row in range(0, plane.shape[0], LINES):
+        _execute(call, forward_x, plane[row].ctypes.data, spectrum[row].ctypes.data)
+
+
+@_compiled
+def advance(
+    planes: Any,
+    planes_moved: Any,
+    transmissions: Any,
+    order: Any,
+    propagator: Any,
+    propagate_first: Any,
+    rows: Any,
+    along_y: Any,
+    along_x: Any,
+    call: Any,
+    plans: Any,
+) -> None:
+    """Send waves through the slices `order`: transmit, and propagate between any two (and before, if told).
+
+    planes (waves, kept ky, x), padded to whole LINES, hold the state: transformed along y, not along x. transmissions
+    are (different slices, x, y), the propagator is (kept ky padded, kx); rows tells how many of ky are kept from the
+    beginning and from the end. along_y and along_x are each a pair of buffers of LINES lines, the
+    first of along_y twice: as numbers, and as in `planes_moved`, where a complex number moves as one word. plans are
+    the addresses of (forward y, backward y, forward x, backward x), call that of FFTW's function.
     """
-    kept = out.shape[0]
-    _transpose(wave[:, :low], out[:low])
-    _transpose(wave[:, wave.shape[1] - (kept - low) :], out[low:])
+    waves = planes.shape[0]
+    columns, ny = transmissions.shape[1], transmissions.shape[2]
+    lines, lines_moved, other = along_y
+    spectrum = along_x
+    low, high = rows
+    kept = low + high
+    at_lines, at_other, at_spectrum = lines.ctypes.data, other.ctypes.data, spectrum.ctypes.data
+    for step in range(order.size):
+        if step > 0 or propagate_first:
+            for wave in range(waves):
+                plane = planes[wave]
+                for row in range(0, plane.shape[0], LINES):
+                    at = plane[row].ctypes.data
+                    _execute(call, plans[2], at, at_spectrum)
+                    for i in range(LINES):
+                        for j in range(propagator.shape[1]):
+                            spectrum[i, j] *= propagator[row + i, j]
+                    _execute(call, plans[3], at_spectrum, at)
+        transmission = transmissions[order[step]]
+        for x in range(0, columns, LINES):
+            for wave in range(waves):
+                moved = planes_moved[wave]
+                _from_columns(moved, x, 0, low, lines_moved, 0)
+                for i in range(LINES):
+                    for j in range(low, ny - high):
+                        lines_moved[i, j] = 0
+                _from_columns(moved, x, low, kept, lines_moved, ny - kept)
+                _execute(call, plans[1], at_lines, at_other)
+                for i in range(min(LINES, columns - x)):
+                    for j in range(ny):
+                        other[i, j] *= transmission[x + i, j]
+                _execute(call, plans[0], at_other, at_lines)
+                _to_columns(lines_moved, 0, moved, x, 0, low)
+                _to_columns(lines_moved, ny - kept, moved, x, low, kept)
 
 
 @_compiled
-def unfold(folded: Any, out: Any, low: int) -> None:
-    """(kept ky, x) -> (x, ky): the opposite of `fold`, with zeros where nothing was kept."""
-    high = folded.shape[0] - low
-    end = out.shape[1] - high
-    for i in range(out.shape[0]):
-        for j in range(low, end):
-            out[i, j] = 0
-    _transpose(folded[:low], out[:, :low])
-    _transpose(folded[low:], out[:, end:])
+def _from_columns(plane: Any, x: Any, first: Any, last: Any, lines: Any, shift: Any) -> None:
+    """lines[:, j + shift] = plane[j, x:x + LINES] for j from first to last, in tiles of a cache line squared."""
+    whole = first + (last - first) // LINES * LINES
+    for j0 in range(first, whole, LINES):
+        for i in range(LINES):
+            for j in range(LINES):
+                lines[i, j0 + j + shift] = plane[j0 + j, x + i]
+    for j in range(whole, last):
+        for i in range(LINES):
+            lines[i, j + shift] = plane[j, x + i]
 
 
 @_compiled
-def _transpose(source: Any, target: Any) -> None:
-    """target = source.T, in tiles of one cache line squared; loops of a fixed length are unrolled."""
-    rows, columns = source.shape
-    whole_rows, whole_columns = rows - rows % _BLOCK, columns - columns % _BLOCK
-    for i0 in range(0, whole_rows, _BLOCK):
-        for j0 in range(0, whole_columns, _BLOCK):
-            for j in range(_BLOCK):
-                for i in range(_BLOCK):
-                    target[j0 + j, i0 + i] = source[i0 + i, j0 + j]
-    for i in range(rows):
-        for j in range(whole_columns if i < whole_rows else 0, columns):
-            target[j, i] = source[i, j]
+def _to_columns(lines: Any, shift: Any, plane: Any, x: Any, first: Any, last: Any) -> None:
+    """plane[j, x:x + LINES] = lines[:, j + shift] for j from first to last, in tiles of a cache line squared."""
+    whole = first + (last - first) // LINES * LINES
+    for j0 in range(first, whole, LINES):
+        for j in range(LINES):
+            for i in range(LINES):
+                plane[j0 + j, x + i] = lines[i, j0 + j + shift]
+    for j in range(whole, last):
+        for i in range(LINES):
+            plane[j, x + i] = lines[i, j + shift]
 
 
 @_compiled

@@ -19,7 +19,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["label_bandlimit", "lattice_points", "project_label"]
+__all__ = ["label_bandlimit", "lattice_phases", "lattice_points", "project_label"]
 
 
 def label_bandlimit(grid_sampling_A: float, label_sampling_A: float, antialias_cutoff: float) -> float:
@@ -68,15 +68,31 @@ def project_label(
     inside = k2 <= min(bandlimit_per_A, 0.999 * _nyquist(projected.shape, extent_yx_A)) ** 2
     ky, kx, spectrum = np.broadcast_to(ky, k2.shape)[inside], np.broadcast_to(kx, k2.shape)[inside], spectrum[inside]
 
-    # k . r of pixel (i, j) is a part of i plus a part of j, so the sum over k is one product of matrices:
-    # (H, K) with the origin's phase and the spectrum in it, times (K, W).
+    left, right = lattice_phases(ky, kx, shape, sampling_A, origin_yx_A, rotation_deg)
+    left *= spectrum
+    return left.real @ right.real.T - left.imag @ right.imag.T
+
+
+def lattice_phases(
+    ky: NDArray[np.float64],
+    kx: NDArray[np.float64],
+    shape: tuple[int, int],
+    sampling_A: float,
+    origin_yx_A: tuple[float, float],
+    rotation_deg: float,
+) -> tuple[NDArray[np.complex128], NDArray[np.complex128]]:
+    """exp(2 pi i k.r) at the points of `lattice_points`, for frequencies (K,), as factors (H, K) and (W, K).
+
+    k . r of pixel (i, j) is a part of i plus a part of j, so that a Fourier sum over k is one product of matrices:
+    left (H, K), with the origin's phase in it, times the spectrum, times right (W, K) transposed.
+    """
     angle = math.radians(rotation_deg)
     along_i = (ky * math.cos(angle) - kx * math.sin(angle)) * sampling_A
     along_j = (ky * math.sin(angle) + kx * math.cos(angle)) * sampling_A
     origin = ky * origin_yx_A[0] + kx * origin_yx_A[1]
-    left = spectrum * np.exp(2j * np.pi * (np.arange(shape[0])[:, None] * along_i + origin))
+    left = np.exp(2j * np.pi * (np.arange(shape[0])[:, None] * along_i + origin))
     right = np.exp(2j * np.pi * np.arange(shape[1])[:, None] * along_j)
-    return left.real @ right.real.T - left.imag @ right.imag.T
+    return left, right
 
 
 def _nyquist(shape: tuple[int, ...], extent_yx_A: tuple[float, float]) -> float:

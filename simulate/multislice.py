@@ -122,26 +122,36 @@ class FastSimulator(AbtemSimulator):
         exit_planes: Sequence[int],
         detect: Callable[[int, int, NDArray[np.float64]], None],
     ) -> None:
+        from exitwave.simulate import kernels
+
         (ny, nx), (ly, lx) = spec.grid_yx, spec.structure.extent_yx_A
         ky = beam.rows.take(np.fft.fftfreq(ny, ly / ny))
         kx = np.fft.fftfreq(nx, lx / nx)
         points = self.real.type(ny * nx)
+        weight = np.abs(beam.propagator.astype(np.complex128)) ** 2
+        intensity = np.empty((len(beam.rows), nx))
+
+        def observe(position: int, which: int, spectrum: NDArray[np.complexfloating]) -> None:
+            kernels.intensity(spectrum, weight, intensity)
+            detect(position, which, intensity)
+
         self._propagation(spec.grid_yx, beam.rows).run(
             probe=beam.probe / points,
             shifts=[
                 (np.exp(-2j * np.pi * y * ky).astype(self.complex), np.exp(-2j * np.pi * x * kx).astype(self.complex))
                 for y, x in points_yx
             ],
-            transmissions=self._transmission(spec, slices, beam.aperture),
+            transmissions=self.bandlimited(spec, slices, beam.aperture),
             order=slices.order,
             propagator=beam.propagator / points,
             exit_planes=exit_planes,
-            exit_weight=np.abs(beam.propagator.astype(np.complex128)) ** 2,
-            detect=detect,
+            observe=observe,
         )
 
     def _propagation(self, grid_yx: tuple[int, int], rows: KeptRows) -> Propagation:
-        key = (grid_yx, rows)
+        from exitwave.simulate.transforms import planned_with
+
+        key = (grid_yx, rows, planned_with())
         if key not in self._propagations:
             if len(self._propagations) >= KEPT_GRIDS:
                 self._propagations.popitem(last=False)
@@ -150,7 +160,7 @@ class FastSimulator(AbtemSimulator):
         self._propagations.move_to_end(key)
         return self._propagations[key]
 
-    def _transmission(
+    def bandlimited(
         self, spec: SampleSpec, slices: Slices, aperture: NDArray[np.floating]
     ) -> NDArray[np.complexfloating]:
         """Band-limited exp(i sigma V) of the different slices, (slices, x, y); kept for the samples that follow."""
@@ -158,21 +168,10 @@ class FastSimulator(AbtemSimulator):
         if slices.key is not None and key in self._transmissions:
             self._transmissions.move_to_end(key)
             return self._transmissions[key]
-        made = self._bandlimited(spec, slices.different, aperture)
+        made = super().bandlimited(spec, slices, aperture)
         if slices.key is not None:
             self._transmissions[key] = made
             held = sum(array.nbytes for array in self._transmissions.values())
             while held > KEPT_TRANSMISSION_BYTES and len(self._transmissions) > 1:
                 held -= self._transmissions.popitem(last=False)[1].nbytes
-        return made
-
-    def _bandlimited(
-        self, spec: SampleSpec, slices: NDArray[np.floating], aperture: NDArray[np.floating]
-    ) -> NDArray[np.complexfloating]:
-        import scipy.fft
-
-        made = np.empty(slices.shape, dtype=self.complex)
-        for index in range(len(slices)):  # one by one: a whole stack would be held several times over
-            plane = scipy.fft.fft2(self.transmission(spec, slices[index : index + 1])[0], workers=1)
-            made[index] = scipy.fft.ifft2(plane * aperture, workers=1)
         return made

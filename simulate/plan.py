@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -19,10 +19,11 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION
 from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
 from exitwave.simulate.simulator import resolve_simulator
-from exitwave.simulate.spec import MAX_SAMPLES, CampaignSpec
+from exitwave.simulate.spec import MAX_SAMPLES, CampaignSpec, StrongestAxes
 from exitwave.simulate.splits import SplitUnit, assign_splits
 from exitwave.simulate.structures.orient import OrientationError, orient
-from exitwave.simulate.structures.preflight import check_crystal, reduced_formula, symmetry_of
+from exitwave.simulate.structures.preflight import check_crystal, reduced_formula, rotations_of, symmetry_of
+from exitwave.simulate.structures.reflections import Axis, AxisError, strongest_axes
 from exitwave.simulate.structures.sources import Crystal, Rejected, read_sources
 from exitwave.simulate.tasks import (
     SampleSpec,
@@ -91,8 +92,15 @@ class Plan:
         }
 
 
-def make_plan(spec: CampaignSpec, *, base_dir: Path) -> Plan:
-    """Plan `spec`; relative paths in it start at `base_dir`.
+Feed = Callable[[Mapping[str, Any]], None]
+
+
+def _tell_nobody(event: Mapping[str, Any]) -> None: ...
+
+
+def make_plan(spec: CampaignSpec, *, base_dir: Path, feed: Feed = _tell_nobody) -> Plan:
+    """Plan `spec`; relative paths in it start at `base_dir`. `feed` hears how far it is, for a person who waits:
+    `plan_structures` with the structures read, `plan_samples` with the samples drawn.
 
     Raises UsageError for a source that does not exist, splits that cannot be made, samples that are one experiment
     twice, and where no structure remains.
@@ -100,18 +108,21 @@ def make_plan(spec: CampaignSpec, *, base_dir: Path) -> Plan:
     rejected: list[Rejected] = []
     found: list[StructureSpec] = []
     fixed: list[str | None] = []
-    for crystal in read_sources(spec.structures, base_dir=base_dir):
+    known: set[tuple[str, tuple[int, int, int]]] = set()
+    for number, crystal in enumerate(read_sources(spec.structures, base_dir=base_dir, seed=spec.seed)):
+        feed({"kind": "plan_structures", "done": number, "rejected": len(rejected)})
         if isinstance(crystal, Rejected):
             rejected.append(crystal)
             continue
         for outcome in _prepare(crystal, spec):
             if isinstance(outcome, Rejected):
                 rejected.append(outcome)
-            elif any((s.key, s.zone_axis) == (outcome.key, outcome.zone_axis) for s in found):
+            elif (outcome.key, outcome.zone_axis) in known:
                 rejected.append(
                     Rejected(source=outcome.source, why="it stands in the campaign twice; the first counts")
                 )
             else:
+                known.add((outcome.key, outcome.zone_axis))
                 found.append(outcome)
                 fixed.append(crystal.split)
     if not found:
@@ -135,7 +146,7 @@ def make_plan(spec: CampaignSpec, *, base_dir: Path) -> Plan:
         else:
             structures.append(replace(structure, index=len(structures)))
             splits.append(split)
-    return _with_tasks(spec, structures, splits, rejected)
+    return _with_tasks(spec, structures, splits, rejected, feed)
 
 
 def _reasons(rejected: list[Rejected]) -> str:
@@ -150,16 +161,27 @@ def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | R
     if reason is not None:
         yield Rejected(source=crystal.source, why=reason)
         return
-    symmetry = symmetry_of(crystal.atoms)
-    for zone in crystal.zone_axes:
+    if len(crystal.atoms) > spec.cell.max_atoms:
+        why = f"its cell holds {len(crystal.atoms)} atoms, cell.max_atoms is {spec.cell.max_atoms}"
+        yield Rejected(source=crystal.source, why=why)
+        return
+    named_by = crystal.atoms if crystal.parent is None else crystal.parent
+    symmetry = symmetry_of(named_by)
+    for axis in _axes(crystal, named_by):
+        if isinstance(axis, AxisError):
+            yield Rejected(source=crystal.source, why=str(axis))
+            continue
+        zone = axis.zone
         label = f"{crystal.source} along [{zone[0]} {zone[1]} {zone[2]}]"
+        thickness = spec.grid.slice_thickness_A
         try:
             cell = orient(
                 crystal.atoms,
                 zone,
                 max_strain=spec.cell.max_strain,
-                slice_thickness_A=spec.grid.slice_thickness_A,
+                slice_thickness_A=axis.d_A if thickness == "d_hkl" else thickness,
                 max_atoms=spec.cell.max_atoms,
+                index_cell=named_by.cell.array,
             )
         except OrientationError as error:
             yield Rejected(source=label, why=str(error))
@@ -182,9 +204,29 @@ def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | R
             lengths_A=cell.lengths_A,
             repeat_xy=(nx, ny),
             slices=cell.slices,
+            reflection=axis.reflection,
+            reflection_d_A=axis.d_A,
         )
         reason = _check_size(structure, spec)
         yield structure if reason is None else Rejected(source=label, why=reason)
+
+
+def _axes(crystal: Crystal, named_by: Any) -> Iterator[Axis | AxisError]:
+    """The zone axes as given, or those of the strongest reflections, or why there are none."""
+    asked = crystal.zone_axes
+    if not isinstance(asked, StrongestAxes):
+        yield from (Axis(zone=zone) for zone in asked)
+        return
+    try:
+        yield from strongest_axes(
+            crystal.atoms,
+            index_cell=named_by.cell.array,
+            rotations=rotations_of(named_by),
+            count=asked.strongest,
+            d_A=asked.d_A,
+        )
+    except AxisError as error:
+        yield error
 
 
 def _check_size(structure: StructureSpec, spec: CampaignSpec) -> str | None:
@@ -206,7 +248,7 @@ def _check_size(structure: StructureSpec, spec: CampaignSpec) -> str | None:
 
 
 def _with_tasks(
-    spec: CampaignSpec, structures: list[StructureSpec], splits: list[str], rejected: list[Rejected]
+    spec: CampaignSpec, structures: list[StructureSpec], splits: list[str], rejected: list[Rejected], feed: Feed
 ) -> Plan:
     asked = len(structures) * spec.samples_per_structure
     if asked > MAX_SAMPLES:
@@ -225,6 +267,7 @@ def _with_tasks(
     lost = 0
     memory = 0
     for structure, split in zip(structures, splits, strict=True):
+        feed({"kind": "plan_samples", "done": len(used) * spec.samples_per_structure, "total": asked})
         reasons: Counter[str] = Counter()
         good: list[tuple[int, int]] = []  # index and uid
         for k in range(spec.samples_per_structure):
@@ -355,6 +398,8 @@ def _warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[s
         )
     widest = bounds(spec.sampling.semiangle_mrad)[1] * 1e-3
     nyquist = wavelength_A(high_keV) / (4.0 * widest)
+    if spec.sampling.touching_discs:  # lambda / (2 d), at any energy
+        nyquist = min(s.reflection_d_A for s in structures) / 2.0
     if step > nyquist * 1.001:
         yield f"scan.step_A of {step:g} Å undersamples the probe: up to {nyquist:.2f} Å (lambda / 4 alpha) resolve it"
     strained = [s for s in structures if s.strain > 1e-6]

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.codecs import ENCODINGS
+from exitwave.ingest.encoding import LARGEST_VALUE, sqrt_scale
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, STANDARD_FIELDS, FieldSpec
 from exitwave.simulate.distributions import bounds, draw, uniform_stream
 from exitwave.simulate.label import label_bandlimit
@@ -51,6 +53,7 @@ class StructureSpec:
     """One crystal along one zone axis: an orthogonal period, and how often it is laid side by side.
 
     `key` is the sha256 of the source's content; `index` is the place in the plan and takes part in no hash.
+    `reflection` (hkl) of spacing `reflection_d_A` is what the zone axis was chosen by; zeros where it was given.
     Columns of `positions_A` and `lengths_A` are (x, y, z), z along the beam.
     """
 
@@ -70,6 +73,8 @@ class StructureSpec:
     lengths_A: tuple[float, float, float]
     repeat_xy: tuple[int, int]
     slices: int
+    reflection: tuple[int, int, int] = (0, 0, 0)
+    reflection_d_A: float = 0.0
 
     @property
     def slice_thickness_A(self) -> float:
@@ -143,7 +148,7 @@ class SampleSpec:
     def uid(self) -> int:
         """64-bit hash of the content; neither the split nor any place in the plan takes part."""
         recipe = self.recipe
-        content = {
+        content: dict[str, Any] = {
             "version": 1,
             "structure": self.structure.key,
             "zone_axis": self.structure.zone_axis,
@@ -158,6 +163,8 @@ class SampleSpec:
             "exit_plane": self.exit_plane,
             "scan_origin": self.scan_origin_yx_A,
         }
+        if recipe.grid.slice_thickness_A == "d_hkl":
+            content["reflection"] = self.structure.reflection
         digest = hashlib.blake2b(canonical_json(content).encode(), digest_size=8, person=b"exitwave-uid-1").digest()
         return int.from_bytes(digest, "little")
 
@@ -183,6 +190,8 @@ class SampleSpec:
             "zone_axis": structure.zone_axis,
             "inplane_axis": structure.inplane_axis,
             "strain": structure.strain,
+            "reflection": structure.reflection,
+            "reflection_d_A": structure.reflection_d_A,
             "grid_y": self.grid_yx[0],
             "grid_x": self.grid_yx[1],
             "extent_y_A": structure.extent_yx_A[0],
@@ -222,6 +231,8 @@ def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, spl
         name: _rounded(draw(d, seed=seed, structure_key=key, sample=drawn_by, name=name, part=parts.get(name, (0, 1))))
         for name, d in recipe.sampling.drawn().items()
     }
+    if recipe.sampling.touching_discs:
+        values["semiangle_mrad"] = _rounded(1e3 * wavelength_A(values["energy_keV"]) / (2.0 * structure.reflection_d_A))
     if recipe.sampling.scan_origin == "random":
         y, x = (
             _rounded(length * next(uniform_stream(seed, key, drawn_by, f"scan_origin_{axis}")))
@@ -288,16 +299,21 @@ def reject_sample(spec: SampleSpec) -> str | None:
 def fields_of(recipe: Recipe) -> tuple[FieldSpec, ...]:
     """The array fields of a sample, in the order of the recipe."""
     shapes = {"cbed": (*recipe.scan.shape, *recipe.detector.shape), "potential": recipe.label.shape}
-    return tuple(
-        FieldSpec(
-            name=name,
-            dtype="<f4",
-            shape=shapes[name],
-            axes=STANDARD_FIELDS[name][0],
-            unit=STANDARD_FIELDS[name][1],
-            meaning=STANDARD_FIELDS[name][2],
-        )
-        for name in recipe.fields
+    encodings: dict[str, str] = {str(name): str(kind) for name, kind in recipe.encoding.items()}
+    return tuple(_field(name, shapes[name], encodings.get(name, "")) for name in recipe.fields)
+
+
+def _field(name: str, shape: tuple[int, ...], encoding: str) -> FieldSpec:
+    axes, unit, meaning = STANDARD_FIELDS[name]
+    return FieldSpec(
+        name=name,
+        dtype=ENCODINGS[encoding].stored_dtype if encoding else "<f4",
+        shape=shape,
+        axes=axes,
+        unit=unit,
+        meaning=meaning,
+        encoding=encoding,
+        scale=sqrt_scale(LARGEST_VALUE[name]) if encoding else 1.0,
     )
 
 
@@ -339,7 +355,7 @@ def shard_id_of(
         "campaign": campaign_hash,
         "simulator": simulator,
         "split": split,
-        "fields": [[f.name, f.dtype, list(f.shape)] for f in fields],
+        "fields": [[f.name, f.dtype, list(f.shape), f.encoding, f.scale] for f in fields],
         "uids": list(uids),
     }
     return hashlib.blake2b(canonical_json(content).encode(), digest_size=16).hexdigest()

@@ -20,47 +20,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exitwave.simulate.detector import overlap_matrix, resample
+from exitwave.simulate.imaging import objective
 from exitwave.simulate.label import lattice_points, project_label
-from exitwave.simulate.physics import ANTIALIAS_CUTOFF, ANTIALIAS_TAPER, interaction_parameter, wavelength_A
+from exitwave.simulate.physics import ANTIALIAS_CUTOFF, ANTIALIAS_TAPER, interaction_parameter
 from exitwave.simulate.simulator import Sample
 from exitwave.simulate.tasks import SampleSpec
 from exitwave.simulate.threads import single_threaded
 
-__all__ = ["WeakPhaseSimulator", "aberration_phase", "probe_spectrum", "wentzel_projected"]
+__all__ = ["WeakPhaseSimulator", "probe_spectrum", "wentzel_projected"]
 
 _BOHR_A = 0.529177210903
 _E_OVER_EPSILON0_V_A = 180.95128  # e / epsilon_0 in V Å
 
 
-def aberration_phase(
-    alpha: NDArray[np.float64], phi: NDArray[np.float64], values: Mapping[str, float]
-) -> NDArray[np.float64]:
-    """chi in rad at angle `alpha` (rad) and azimuth `phi` from the x axis towards y.
-
-    chi = 2 pi / lambda sum_nm alpha^(n+1) / (n+1) C_nm cos(m (phi - phi_nm)) (Kirkland, eq. 2.22), C10 = -defocus.
-    """
-    chi = alpha**2 / 2 * -values["defocus_A"]
-    for n, m in ((1, 2), (2, 1), (2, 3), (3, 0), (3, 2), (3, 4), (5, 0)):
-        turned = np.cos(m * (phi - math.radians(values[f"phi{n}{m}_deg"]))) if m else 1.0
-        chi = chi + alpha ** (n + 1) / (n + 1) * values[f"C{n}{m}_A"] * turned
-    return 2.0 * np.pi / wavelength_A(values["energy_keV"]) * chi
-
-
 def probe_spectrum(
     values: Mapping[str, float], grid_yx: tuple[int, int], extent_yx_A: tuple[float, float]
 ) -> NDArray[np.complex128]:
-    """The probe at the origin in diffraction space, (Ny, Nx), zero frequency first; its intensity sums to 1.
-
-    The aperture's edge falls linearly over one pixel, as the part of the pixel inside the circle.
-    """
-    (ny, nx), (ly, lx) = grid_yx, extent_yx_A
-    wavelength = wavelength_A(values["energy_keV"])
-    ay = np.fft.fftfreq(ny, d=ly / ny)[:, None] * wavelength
-    ax = np.fft.fftfreq(nx, d=lx / nx)[None, :] * wavelength
-    alpha, phi = np.hypot(ax, ay), np.arctan2(ay, ax)
-    width = np.hypot(np.cos(phi) * wavelength / lx, np.sin(phi) * wavelength / ly)
-    aperture = np.clip((values["semiangle_mrad"] * 1e-3 - alpha) / width + 0.5, 0.0, 1.0)
-    spectrum = aperture * np.exp(-1j * aberration_phase(alpha, phi, values))
+    """The probe at the origin in diffraction space, (Ny, Nx), zero frequency first; its intensity sums to 1."""
+    spectrum = objective(values, grid_yx, extent_yx_A, values["semiangle_mrad"])
     return spectrum / math.sqrt(float((np.abs(spectrum) ** 2).sum()))
 
 

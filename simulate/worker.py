@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.compress import shard_writer
+from exitwave.ingest.encoding import encode_sample
 from exitwave.ingest.records import StructureInfo
 from exitwave.ingest.schema import PARAMS_DTYPE
-from exitwave.ingest.shard import ShardWriter
 from exitwave.ingest.shard_check import find_published
 from exitwave.simulate.simulator import Simulator, get_simulator
 from exitwave.simulate.tasks import StructureSpec, TaskSpec, fields_of
@@ -45,19 +46,21 @@ def run_task(task: TaskSpec, dataset: str) -> dict[str, Any]:
     published = find_published(root, task.shard_id)
     adopted = published is not None
     if published is None:
-        with ShardWriter(
+        fields = fields_of(task.recipe)
+        with shard_writer(
             root,
+            compression=task.recipe.storage.compression,
             shard_id=task.shard_id,
             task=task.index,
             campaign_hash=task.campaign_hash,
             simulator=task.simulator,
             n=len(task.sample_indices),
-            fields=fields_of(task.recipe),
+            fields=fields,
             params_dtype=PARAMS_DTYPE,
         ) as writer:
             samples = _simulators[task.simulator].simulate(task.samples())
             for row, sample in enumerate(samples):
-                writer.write(row, uid=sample.uid, params=sample.params, arrays=sample.arrays)
+                writer.write(row, uid=sample.uid, params=sample.params, arrays=encode_sample(fields, sample.arrays))
             structure = task.structure
             numbers, positions, lengths = structure.tiled(1)
             writer.add_structure(

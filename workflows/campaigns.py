@@ -6,7 +6,9 @@ import dataclasses
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,25 +58,54 @@ class Planned:
     workers: int | None = None
 
 
-def read_campaign(path: Path, overrides: Sequence[str] = ()) -> Planned:
-    """Read a campaign (or a pipeline's `campaign:` section) and plan it. UsageError names file, line and key."""
+def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session | None = None) -> Planned:
+    """Read a campaign (or a pipeline's `campaign:` section) and plan it. UsageError names file, line and key.
+
+    A `session` shows how far it is where that takes a while.
+    """
     document = load_document(path)
     if not is_pipeline(document):
         apply_overrides(document, overrides)
-        return plan_campaign(document, validate(document, CampaignSpec), ())
+        return plan_campaign(document, validate(document, CampaignSpec), (), session=session)
     sections = read_sections(document, overrides, "campaign")
     assert sections.campaign is not None
-    planned = plan_campaign(document, sections.campaign, ("campaign",))
+    planned = plan_campaign(document, sections.campaign, ("campaign",), session=session)
     return dataclasses.replace(planned, cluster=sections.cluster.kind, workers=sections.cluster.workers)
 
 
-def plan_campaign(document: Document, spec: CampaignSpec, section: KeyPath) -> Planned:
+def plan_campaign(
+    document: Document, spec: CampaignSpec, section: KeyPath, *, session: Session | None = None
+) -> Planned:
     """Plan; what planning refuses is shown at its place in the file."""
     try:
-        plan = make_plan(spec, base_dir=document.folder)
+        with session.progress() if session is not None else nullcontext(_tell_nobody) as feed:
+            plan = make_plan(spec, base_dir=document.folder, feed=_after(PATIENCE_S, feed))
     except UsageError as error:
         raise UsageError(_placed(document, section, str(error))) from None
     return Planned(spec=spec, plan=plan)
+
+
+# Most plans are made before anybody wonders; a folder of thousands of crystals takes minutes.
+PATIENCE_S = 1.5
+
+
+def _tell_nobody(event: Mapping[str, Any]) -> None: ...
+
+
+def _after(seconds: float, feed: Callable[[Mapping[str, Any]], None]) -> Callable[[Mapping[str, Any]], None]:
+    """`feed` from some time on, and then a few times a second."""
+    told = time.monotonic() + seconds - _TELL_EVERY_S
+
+    def throttled(event: Mapping[str, Any]) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _TELL_EVERY_S:
+            told = time.monotonic()
+            feed(event)
+
+    return throttled
+
+
+_TELL_EVERY_S = 0.2
 
 
 def _placed(document: Document, section: KeyPath, message: str) -> str:

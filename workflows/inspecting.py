@@ -1,4 +1,4 @@
-"""`exitwave inspect` and `show`: what a shard, a data set or one sample holds."""
+"""`exitwave inspect` and `show`: what a shard, a data set, somebody's file or one sample holds."""
 
 from __future__ import annotations
 
@@ -15,16 +15,66 @@ from exitwave.ingest.schema import FieldSpec
 from exitwave.workflows.datasets import find_dataset
 from exitwave.workflows.progress import human_bytes
 
-__all__ = ["inspect_path", "reciprocal_extent", "show_sample", "structure_rows"]
+__all__ = ["draft_text", "inspect_path", "reciprocal_extent", "show_sample", "structure_rows"]
 
 
 def inspect_path(path: Path) -> dict[str, Any]:
-    """Facts, fields, structures and the first uids. UsageError when it is neither a shard nor a data set."""
-    if path.is_dir():
+    """Facts, fields, structures and the first uids of a data set or shard; the arrays of anybody else's file.
+
+    UsageError when it is none of them.
+    """
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder.")
+    if path.is_dir() and not _is_zarr(path):
         return _dataset(path)
-    if path.is_file():
+    if path.is_file() and _is_shard(path):
         return _shard(path)
-    raise UsageError(f"{path}: no such file or folder.")
+    return _foreign(path)
+
+
+def _is_zarr(path: Path) -> bool:
+    return any((path / name).exists() for name in ("zarr.json", ".zgroup", ".zarray"))
+
+
+def _is_shard(path: Path) -> bool:
+    """Whether it is, or once was, a shard of ours: a damaged one keeps its own message."""
+    from exitwave.ingest.errors import ExitwaveError
+    from exitwave.ingest.foreign import open_foreign
+    from exitwave.ingest.schema import SHARD_FORMAT
+
+    try:
+        with open_foreign(path) as file:
+            return file.attributes("/").get("format") == SHARD_FORMAT
+    except ExitwaveError:
+        return False
+
+
+def _foreign(path: Path) -> dict[str, Any]:
+    from exitwave.ingest.foreign_draft import describe_foreign
+
+    report = describe_foreign(path)
+    size = sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
+    return {
+        "facts": {"file": str(path), "format": report.kind, "arrays": len(report.arrays), "size": human_bytes(size)},
+        "arrays": [
+            {"path": a.path, "shape": list(a.shape), "dtype": str(a.dtype), "attributes": dict(a.attributes)}
+            for a in report.arrays
+        ],
+        "draft_map": dict(report.draft),
+        "notes": list(report.notes),
+    }
+
+
+def draft_text(path: Path) -> str:
+    """A first mapping file for `exitwave ingest`, as YAML. UsageError where none can be guessed."""
+    from exitwave.ingest.foreign_draft import describe_foreign
+    from exitwave.workflows.config import dump_yaml
+
+    report = describe_foreign(path)
+    if not report.draft:
+        raise UsageError(f"{path}: {' '.join(report.notes)}")
+    comment = [f"Drafted from {path.name} ({report.kind}): a guess, to be checked.", *report.notes]
+    return dump_yaml(report.draft, comment=comment)
 
 
 def _fields(fields: tuple[FieldSpec, ...]) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ def run_pipeline(
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: this is a file; --out names a folder.")
     began = time.monotonic()
-    planned = plan_campaign(document, spec.campaign, ("campaign",))
+    planned = plan_campaign(document, spec.campaign, ("campaign",), session=session)
     _refuse_foreign(out)
     with locked(out):
         resumed = _claim(out, spec, fresh=fresh)

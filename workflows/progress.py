@@ -89,6 +89,18 @@ class ProgressState:
     def _bar(self, key: str, label: str, unit: str) -> Bar:
         return self.bars.setdefault(key, Bar(label=label, unit=unit))
 
+    def _on_plan_structures(self, event: Event, now: float) -> Bar:
+        bar = self._bar("plan_structures", "read", "structures")
+        bar.advance_to(float(event.get("done") or 0), now)
+        bar.detail = f"{event['rejected']} rejected" if event.get("rejected") else ""
+        return bar
+
+    def _on_plan_samples(self, event: Event, now: float) -> Bar:
+        bar = self._bar("plan_samples", "plan", "samples")
+        bar.total = float(event.get("total") or 0) or None
+        bar.advance_to(float(event.get("done") or 0), now)
+        return bar
+
     def _on_campaign_started(self, event: Event, now: float) -> Bar:
         self.bars["simulate"] = bar = Bar(
             label="simulate", unit="samples", total=float(event.get("samples") or 0) or None

@@ -170,6 +170,8 @@ def _figure(value: Any) -> str:
 def inspect_table(document: Row) -> Group:
     """What a shard or a data set holds."""
     parts: list[Any] = [_pairs([(k, str(v)) for k, v in document.get("facts", {}).items()]), Text("")]
+    if "arrays" in document:
+        return Group(*parts, *_foreign_parts(document))
     table = _table("field", "shape of a sample", "type", "unit", "axes")
     for f in document.get("fields", ()):
         table.add_row(f["name"], "×".join(map(str, f["shape"])), f["dtype"], f["unit"], " ".join(f["axes"]))
@@ -189,6 +191,20 @@ def inspect_table(document: Row) -> Group:
     if document.get("uids"):
         parts += [Text(""), Text("first samples: " + "  ".join(document["uids"]))]
     return Group(*parts)
+
+
+def _foreign_parts(document: Row) -> list[Any]:
+    """The arrays of a file that is not ours, and what a mapping file would need."""
+    table = _table("array", "shape", "type", "attributes")
+    shown = [a for a in document["arrays"] if a["shape"]] or document["arrays"]
+    for a in shown:
+        told = ", ".join(f"{k}={_rounded(v)}" for k, v in a["attributes"].items() if isinstance(v, str | int | float))
+        shape = "×".join(map(str, a["shape"])) or "scalar"
+        table.add_row(Text(a["path"], overflow="fold"), shape, a["dtype"], Text(told[:80]))
+    notes = [Text(note, style="yellow") for note in document["notes"]]
+    if hidden := len(document["arrays"]) - len(shown):
+        notes.insert(0, Text(f"and {hidden} single values, which --json lists", style="dim"))
+    return [table, Text(""), *notes, Text("`exitwave inspect --draft-map FILE` prints a mapping file to start from.")]
 
 
 def sample_table(document: Row) -> Group:

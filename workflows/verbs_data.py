@@ -69,7 +69,7 @@ def plan(
     from exitwave.workflows.tables import plan_table
 
     with open_session(json=json, quiet=quiet) as session:
-        planned = read_campaign(campaign, overrides or ())
+        planned = read_campaign(campaign, overrides or (), session=session)
         tell_warnings(session, planned)
         document = plan_document(planned, out=out or Path(), workers=workers)
         session.result(document, lambda: plan_table(document))
@@ -103,7 +103,7 @@ def simulate(
     from exitwave.workflows.campaigns import exit_code_of, read_campaign, simulate_campaign
 
     with open_session(json=json, quiet=quiet) as session:
-        planned = read_campaign(campaign, overrides or ())
+        planned = read_campaign(campaign, overrides or (), session=session)
         document = simulate_campaign(session, planned, out, cluster=cluster, workers=workers)
         session.result(document, lambda: document["message"])
         failed = f"exitwave failures {out}"
@@ -211,21 +211,33 @@ def stage(
 @verb(
     "inspect",
     panel=DATA,
-    purpose="Say what a shard or a data set holds: fields, shapes, units, structures, parameters.",
-    example="exitwave inspect data/quick\nexitwave inspect data/quick/shards/3f/3f9c….h5",
-    then="`exitwave show DATASET UID` for one sample as pictures.",
-    codes="0 shown; 2 not a shard or a data set.",
+    purpose="Say what a data set, a shard or anybody's file holds: fields, shapes, units, structures, parameters.",
+    more="Of HDF5, EMD, hspy, Zarr and .npy files of others it lists the arrays; --draft-map prints a mapping file for "
+    "`exitwave ingest`, guessed from what stands in the file.",
+    example="exitwave inspect data/quick\nexitwave inspect data/quick/shards/3f/3f9c….h5\n"
+    "exitwave inspect scan12.hspy --draft-map > map.yaml",
+    then="`exitwave show DATASET UID` for one sample as pictures; `exitwave ingest FILES… --map map.yaml --out D`.",
+    codes="0 shown; 2 none of these, or no mapping can be guessed; 3 the file is damaged.",
 )
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A shard (.h5) or a data set's folder.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A data set's folder, a shard (.h5), or an HDF5, EMD, hspy, Zarr file."),
+    ],
+    draft_map: Annotated[
+        bool, typer.Option("--draft-map", help="Print a mapping file for `exitwave ingest` to start from.")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.inspecting import inspect_path
+    from exitwave.workflows.inspecting import draft_text, inspect_path
     from exitwave.workflows.tables import inspect_table
 
     with open_session(json=json, quiet=quiet) as session:
+        if draft_map and not json:
+            print(draft_text(file), end="")
+            return
         document = inspect_path(file)
         session.result(document, lambda: inspect_table(document))
 

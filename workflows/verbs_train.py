@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from exitwave.workflows import verbs_views  # noqa: F401  (its verbs stand before these in the help)
 from exitwave.workflows.commands import HELP, LINE, TRAIN, ClusterOption, Debug, Json, Overrides, Quiet, Workers, verb
 from exitwave.workflows.session import open_session
 

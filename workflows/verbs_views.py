@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from exitwave.workflows import verbs_data  # noqa: F401  (its verbs stand before these in the help)
 from exitwave.workflows.commands import DATA, Debug, Json, Quiet, verb
 from exitwave.workflows.session import Session, open_session
 
@@ -88,6 +89,165 @@ def export(
         document = report.to_json()
         document["message"] = (
             f"{report.samples} samples in {report.files} files, {human_bytes(report.bytes)}: {report.out}"
+        )
+        session.result(document, lambda: document["message"])
+
+
+@verb(
+    "ingest",
+    panel=DATA,
+    purpose="Bring other people's HDF5, EMD, hspy, Zarr or .npy arrays into a data set.",
+    more="MAP.yaml says which array is which field, the order of its axes, units, where parameters stand, and the "
+    "split; `exitwave inspect FILE --draft-map` writes a first one. Shapes, units and finite values are checked before "
+    "anything counts; files may be larger than memory.",
+    example="exitwave inspect scan12.hspy --draft-map > map.yaml\n"
+    "exitwave ingest scan*.hspy --map map.yaml --out data/scans",
+    then="`exitwave inspect DATASET`, `exitwave verify DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    codes="0 ingested; 2 the map or a file does not fit (nothing is written); 3 a file is damaged; 75 interrupted or "
+    "disk full, the same command goes on.",
+)
+def ingest(
+    files: Annotated[list[Path], typer.Argument(metavar="FILES…", help="Files or Zarr folders; one map for all.")],
+    map: Annotated[Path, typer.Option("--map", metavar="MAP.yaml", help="What the arrays are.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DATASET", help="The data set to make; it must not exist.")],
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.ingest.foreign_ingest import ingest_files
+    from exitwave.ingest.foreign_map import MapSpec
+    from exitwave.workflows.config import load_document, validate
+    from exitwave.workflows.progress import human_bytes
+
+    with open_session(json=json, quiet=quiet) as session:
+        spec = validate(load_document(map), MapSpec)
+
+        def work(emit: Callable[..., None]) -> Any:
+            return ingest_files(files, spec, out, emit=emit, stopped=session.stop.is_set)
+
+        report = run_work(session, work)
+        splits = ", ".join(f"{name} {n}" for name, n in report.splits.items())
+        if report.unmapped:
+            session.note(f"The map gives no {', '.join(report.unmapped)}: they are zero in the data set.")
+        document = report.to_json()
+        document["message"] = (
+            f"{report.samples} samples ({splits}) from {report.files} files in {report.shards} shards, "
+            f"{human_bytes(report.bytes)}: {out}"
+        )
+        session.result(document, lambda: document["message"])
+        session.hint(f"exitwave inspect {out}")
+
+
+OutDataset = Annotated[Path, typer.Option("--out", metavar="DATASET", help="The data set to make; it must not exist.")]
+
+
+def _show_view(session: Session, report: Any) -> None:
+    splits = ", ".join(f"{name} {n}" for name, n in sorted(report.splits.items()))
+    document = report.to_json()
+    document["message"] = (
+        f"{report.samples} samples ({splits}) in {report.shards} shards, {report.linked} taken whole and "
+        f"{report.rewritten} written anew; {report.dropped} samples left out: {report.out}"
+    )
+    session.result(document, lambda: document["message"])
+    session.hint(f"exitwave verify {report.out}")
+
+
+@verb(
+    "subset",
+    panel=DATA,
+    purpose="Make a data set of some samples of another: by split, parameters, structure or id.",
+    more="Whole shards are linked (or copied to another disk), of others the wanted rows are written anew. The source "
+    "stays as it is; how the subset was made stands in its manifest.",
+    example="exitwave subset data/quick --where \"energy_keV>=150 and split=='train'\" --out data/high\n"
+    "exitwave subset data/quick --where \"formula in ('Au', 'Cu')\" --out data/metals",
+    then="`exitwave inspect DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    codes="0 made; 2 the condition cannot be read or leaves nothing, --out exists; 3 a source shard is damaged; 75 "
+    "interrupted or disk full, the same command goes on.",
+)
+def subset(
+    dataset: DatasetFolder,
+    out: OutDataset,
+    where: Where = None,
+    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Samples of this split only.")] = None,
+    uid: Annotated[
+        list[str] | None, typer.Option("--uid", metavar="UID", help="A sample's id, or #N. May be given several times.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.ingest.subset import subset_dataset
+    from exitwave.workflows.datasets import find_dataset
+
+    with open_session(json=json, quiet=quiet) as session:
+        source = find_dataset(dataset)
+
+        def work(emit: Callable[..., None]) -> Any:
+            return subset_dataset(
+                source, out, where=where, split=split, uids=uid or (), emit=emit, stopped=session.stop.is_set
+            )
+
+        _show_view(session, run_work(session, work))
+
+
+@verb(
+    "merge",
+    panel=DATA,
+    purpose="Make one data set of several.",
+    more="Fields and parameters must be the same. A sample that stands in several is taken once; one id for different "
+    "samples is refused, and so is a composition that one data set trains on and another tests on.",
+    example="exitwave merge data/first data/second --out data/both",
+    then="`exitwave verify DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    codes="0 made; 2 the data sets do not go together, --out exists; 3 a source shard is damaged; 75 interrupted or "
+    "disk full, the same command goes on.",
+)
+def merge(
+    datasets: Annotated[list[Path], typer.Argument(metavar="D1 D2…", help="Two data sets or more, or RUNs.")],
+    out: OutDataset,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.ingest.merge import merge_datasets
+    from exitwave.workflows.datasets import find_dataset
+
+    with open_session(json=json, quiet=quiet) as session:
+        sources = [find_dataset(folder) for folder in datasets]
+
+        def work(emit: Callable[..., None]) -> Any:
+            return merge_datasets(sources, out, emit=emit, stopped=session.stop.is_set)
+
+        _show_view(session, run_work(session, work))
+
+
+@verb(
+    "migrate",
+    panel=DATA,
+    purpose="Bring a data set of an older format to the present one.",
+    more="Samples keep their ids, bytes and order. The new data set is built and compared beside the old one, then "
+    "takes its place in one step; the old one is kept as DATASET.version-N until you remove it.",
+    example="exitwave migrate data/old",
+    then="`exitwave verify DATASET`; then remove DATASET.version-N.",
+    codes="0 migrated, or nothing to do; 2 it is being written to, or no way leads from its version; 3 a shard is "
+    "damaged; 75 interrupted or disk full: the data set is as it was, the same command goes on.",
+)
+def migrate(dataset: DatasetFolder, json: Json = False, quiet: Quiet = False, debug: Debug = False) -> None:
+    from exitwave.ingest.migrate import migrate_dataset
+    from exitwave.workflows.datasets import find_dataset
+
+    with open_session(json=json, quiet=quiet) as session:
+        source = find_dataset(dataset) if dataset.exists() else dataset  # a killed swap is finished where it can be
+
+        def work(emit: Callable[..., None]) -> Any:
+            return migrate_dataset(source, emit=emit, stopped=session.stop.is_set)
+
+        report = run_work(session, work)
+        document = report.to_json()
+        document["message"] = (
+            f"{report.dataset}: version {report.version_before} -> {report.version}, {report.samples} samples in "
+            f"{report.shards} shards; the old data set is {report.kept}"
+            if report.kept
+            else f"{report.dataset}: is of version {report.version} already; nothing to do."
         )
         session.result(document, lambda: document["message"])
 

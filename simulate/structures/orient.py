@@ -21,12 +21,16 @@ from typing import Any
 import numpy as np
 
 from exitwave.simulate.physics import slices_per_period
+from exitwave.simulate.structures.preflight import MAX_SYMMETRY_ATOMS
 
 __all__ = ["OrientationError", "OrientedCell", "orient"]
 
 _SEARCH_LENGTH_A = 40.0
-_MAX_AREA_A2 = 3000.0
+_MAX_AREA_A2 = 3000.0  # both more for a crystal whose own cell is larger
+_EXACT = 1e-4  # files round angles to a hundredth of a degree
 _MAX_PERIOD_A = 1000.0
+_MAX_MULTIPLE = 400  # a sampled supercell repeats the cell at most so often along two of its edges
+_MAX_ASTRAY = 2e-3  # radians; what a cell found by spglib may differ from the given one
 
 
 class OrientationError(ValueError):
@@ -46,16 +50,24 @@ class OrientedCell:
 
 
 def orient(
-    atoms: Any, zone_axis: tuple[int, int, int], *, max_strain: float, slice_thickness_A: float, max_atoms: int
+    atoms: Any,
+    zone_axis: tuple[int, int, int],
+    *,
+    max_strain: float,
+    slice_thickness_A: float,
+    max_atoms: int,
+    index_cell: np.ndarray | None = None,
 ) -> OrientedCell:
-    """The orthogonal cell of `atoms` along `zone_axis` (direct-lattice indices of the given cell).
+    """The orthogonal cell of `atoms` along `zone_axis` (direct-lattice indices of `index_cell`, the given cell unless
+    told: a sampled supercell is named by the cell that it was made from).
 
     Raises OrientationError naming the least strain found, or the size of a period that is too long or holds more than
     `max_atoms`.
     """
     primitive = _primitive(atoms)
+    given = np.asarray(atoms.cell.array if index_cell is None else index_cell)
     lattice = np.asarray(primitive.cell.array)  # rows a, b, c
-    w = _along(lattice, np.asarray(zone_axis) @ atoms.cell.array)
+    w = _along(lattice, np.asarray(zone_axis) @ given)
     length = float(np.linalg.norm(w @ lattice))
     if length > _MAX_PERIOD_A:
         raise OrientationError(f"its period along this axis is {length:.4g} Å, at most {_MAX_PERIOD_A:g} Å expected")
@@ -63,14 +75,19 @@ def orient(
     period = len(primitive) * abs(round(float(np.linalg.det(matrix))))
     if period > max_atoms:
         raise OrientationError(f"one period along this axis holds {period} atoms, cell.max_atoms is {max_atoms}")
-    return _assemble(primitive, matrix, strain, np.asarray(atoms.cell.array), slice_thickness_A)
+    return _assemble(primitive, matrix, strain, given, slice_thickness_A)
 
 
 def _primitive(atoms: Any) -> Any:
-    """The primitive cell in the same orientation: its lattice holds every translation of the crystal."""
+    """The primitive cell in the same orientation: its lattice holds every translation of the crystal.
+
+    A cell too large to be searched counts as primitive.
+    """
     import spglib
     from ase import Atoms
 
+    if len(atoms) > MAX_SYMMETRY_ATOMS:
+        return atoms
     cell = (atoms.cell.array, atoms.get_scaled_positions(), atoms.numbers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -88,26 +105,34 @@ def _primitive(atoms: Any) -> Any:
 
 
 def _along(lattice: np.ndarray, direction: np.ndarray) -> np.ndarray:
-    """Integer coordinates of the shortest lattice vector along a direction that is itself a lattice vector."""
-    coordinates = np.rint(direction @ np.linalg.inv(lattice)).astype(int)
-    return coordinates // gcd(*(int(c) for c in coordinates))
+    """Integer coordinates of the shortest lattice vector along a direction, some multiple of which is one."""
+    exact = direction @ np.linalg.inv(lattice)
+    for multiple in range(1, _MAX_MULTIPLE + 1):
+        coordinates = np.rint(multiple * exact).astype(int)
+        astray = np.linalg.norm((coordinates - multiple * exact) @ lattice) / np.linalg.norm(multiple * direction)
+        if coordinates.any() and astray < _MAX_ASTRAY:
+            return coordinates // gcd(*(int(c) for c in coordinates))
+    raise OrientationError("no lattice vector lies along this axis")
 
 
 def _across(lattice: np.ndarray, w: np.ndarray, max_strain: float) -> tuple[np.ndarray, float]:
     """Rows p, q, w (integer coordinates, right-handed) of the best orthogonal cell, and its strain.
 
-    Of all exact cells the smallest; failing that, of all cells within `max_strain` the smallest.
+    Of all cells that are exact to the digits of a file the smallest; failing that, of those within `max_strain`.
     """
     axis = w @ lattice
     axis = axis / np.linalg.norm(axis)
-    candidates = _near_perpendicular(lattice, axis, max(3.0 * max_strain, 1e-6))
+    edges = np.sort(np.linalg.norm(lattice, axis=1))
+    within = max(_SEARCH_LENGTH_A, 1.01 * edges[-1])
+    max_area = max(_MAX_AREA_A2, 1.01 * edges[-1] * edges[-2])
+    candidates = _near_perpendicular(lattice, axis, max(3.0 * max_strain, 1e-6), within)
     if len(candidates) < 2:
-        raise OrientationError("no lattice vectors across the zone axis within 40 Å")
+        raise OrientationError(f"no lattice vectors across the zone axis within {within:.0f} Å")
     vectors = candidates @ lattice
     lengths = np.linalg.norm(vectors, axis=1)
     cosines = np.abs(vectors @ vectors.T) / np.outer(lengths, lengths)
     areas = np.outer(lengths, lengths)
-    first, second = np.nonzero((cosines <= max(3.0 * max_strain, 1e-6)) & (areas <= _MAX_AREA_A2))
+    first, second = np.nonzero((cosines <= max(3.0 * max_strain, 1e-6)) & (areas <= max_area))
     forward = first < second
     first, second = first[forward], second[forward]
     order = np.lexsort((second, first, np.round(areas[first, second], 6)))
@@ -117,8 +142,8 @@ def _across(lattice: np.ndarray, w: np.ndarray, max_strain: float) -> tuple[np.n
         matrix = _right_handed(np.array([candidates[first[k]], candidates[second[k]], w]), lattice)
         strain = _strain(matrix @ lattice)
         least = min(least, strain)
-        if strain <= 1e-6:
-            return matrix, 0.0
+        if strain <= min(_EXACT, max(max_strain, 1e-6)):
+            return matrix, strain if strain > 1e-6 else 0.0
         if best is None and strain <= max_strain:
             best = (matrix, strain)
     if best is None:
@@ -127,15 +152,15 @@ def _across(lattice: np.ndarray, w: np.ndarray, max_strain: float) -> tuple[np.n
     return best
 
 
-def _near_perpendicular(lattice: np.ndarray, axis: np.ndarray, tolerance: float) -> np.ndarray:
+def _near_perpendicular(lattice: np.ndarray, axis: np.ndarray, tolerance: float, within: float) -> np.ndarray:
     """Integer coordinates of lattice vectors across `axis`, shortest first, one of each pair ±v. Shape (m, 3)."""
-    reach = np.ceil(_SEARCH_LENGTH_A * np.linalg.norm(np.linalg.inv(lattice), axis=0)).astype(int)
+    reach = np.ceil(within * np.linalg.norm(np.linalg.inv(lattice), axis=0)).astype(int)
     reach = np.minimum(reach, 40)
     grids = np.meshgrid(*(np.arange(-r, r + 1) for r in reach), indexing="ij")
     coordinates = np.stack([g.ravel() for g in grids], axis=1)
     vectors = coordinates @ lattice
     lengths = np.linalg.norm(vectors, axis=1)
-    keep = (lengths > 1e-9) & (lengths <= _SEARCH_LENGTH_A)
+    keep = (lengths > 1e-9) & (lengths <= within)
     keep &= np.abs(vectors @ axis) <= tolerance * np.maximum(lengths, 1e-9)
     coordinates, vectors, lengths = coordinates[keep], vectors[keep], lengths[keep]
     # Of v and -v keep the one whose first non-zero coordinate is positive.
@@ -197,8 +222,8 @@ def _assemble(
 
 def _boundary(z: np.ndarray, slice_thickness_A: float) -> float:
     """The height in [0, slice) in the middle of the widest gap that atoms leave, modulo one slice."""
-    heights = np.unique(np.round(np.mod(z, slice_thickness_A), 5))
-    heights = heights[heights < slice_thickness_A - 1e-5] if len(heights) > 1 else heights
+    heights = np.round(np.mod(z, slice_thickness_A), 5)
+    heights = np.unique(np.where(heights < slice_thickness_A - 1e-5, heights, 0.0))  # a slice on is the same place
     gaps = np.diff(np.append(heights, heights[0] + slice_thickness_A))
     widest = int(np.argmax(np.round(gaps, 4)))
     return float(np.mod(heights[widest] + gaps[widest] / 2.0, slice_thickness_A))

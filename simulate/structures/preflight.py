@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
 from collections import Counter
@@ -14,10 +15,14 @@ import numpy as np
 
 from exitwave.simulate.structures.sources import Crystal
 
-__all__ = ["Symmetry", "check_crystal", "reduced_formula", "symmetry_of"]
+__all__ = ["MAX_SYMMETRY_ATOMS", "Symmetry", "check_crystal", "reduced_formula", "rotations_of", "symmetry_of"]
 
 MIN_DISTANCE_A = 0.7
 MIN_VOLUME_PER_ATOM_A3 = 1.0
+MAX_NUMBER = 103
+
+# spglib's time grows with the square of the atoms: seconds for so many, hours for a hundred thousand.
+MAX_SYMMETRY_ATOMS = 1500
 
 # The elements from the most electropositive on: the order in which formulas are written (IUPAC, Nomenclature of
 # Inorganic Chemistry, Recommendations 2005, table VI, read backwards). NaCl, GaAs, SiC and NH3 all follow from it.
@@ -44,8 +49,10 @@ def check_crystal(crystal: Crystal) -> str | None:
     atoms = crystal.atoms
     if len(atoms) == 0:
         return "it has no atoms"
-    if (atoms.numbers <= 0).any() or (atoms.numbers > 103).any():
+    if (atoms.numbers <= 0).any():
         return "it holds an atom without a known chemical element"
+    if (atoms.numbers > MAX_NUMBER).any():
+        return f"it holds an atom of number {atoms.numbers.max()}: scattering factors end at {MAX_NUMBER}"
     if not np.isfinite(atoms.positions).all() or not np.isfinite(atoms.cell.array).all():
         return "a coordinate or a cell vector is not a finite number"
     if not atoms.pbc.all():
@@ -70,6 +77,19 @@ def _check_overlap(atoms: Any) -> str | None:
     )
 
 
+def rotations_of(atoms: Any, *, symprec: float = 1e-2) -> np.ndarray:
+    """Rotations (m, 3, 3) of the crystal in its fractional coordinates; the identity where spglib finds none."""
+    import spglib
+
+    found = None
+    cell = (atoms.cell.array, atoms.get_scaled_positions(), atoms.numbers)
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        if len(atoms) <= MAX_SYMMETRY_ATOMS:
+            found = spglib.get_symmetry(cell, symprec=symprec)
+    return np.eye(3, dtype=int)[None] if found is None else np.unique(found["rotations"], axis=0)
+
+
 def _counts(atoms: Any) -> Counter[str]:
     return Counter(atoms.get_chemical_symbols())
 
@@ -92,16 +112,18 @@ def _anonymous(atoms: Any) -> str:
 
 
 def symmetry_of(atoms: Any, *, symprec: float = 1e-2) -> Symmetry:
-    """Space group and prototype: (space group, anonymous formula, Wyckoff sequence) hashed to 64 bits."""
+    """Space group and prototype: (space group, anonymous formula, Wyckoff sequence) hashed to 64 bits.
+
+    Cells of more than MAX_SYMMETRY_ATOMS are not searched; they count as of no known space group (0).
+    """
     import spglib
 
     cell = (atoms.cell.array, atoms.get_scaled_positions(), atoms.numbers)
-    with warnings.catch_warnings():
+    dataset = None
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # newer spglib raises where older ones gave None
         warnings.simplefilter("ignore")
-        try:
+        if len(atoms) <= MAX_SYMMETRY_ATOMS:
             dataset = spglib.get_symmetry_dataset(cell, symprec=symprec)
-        except Exception:  # newer spglib raises where older ones gave None
-            dataset = None
     if dataset is None:
         group, wyckoff = 0, ""
     else:

@@ -11,29 +11,37 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
-from exitwave.simulate.spec import StructureSource
-from exitwave.simulate.structures.cif import CifError, read_cif
+from exitwave.simulate.spec import StrongestAxes, StructureSource
+from exitwave.simulate.structures.cif import CifError, read_average
+from exitwave.simulate.structures.occupancy import sample_supercell
 from exitwave.simulate.structures.prototypes import build_prototype
+
+_MAX_CIF_BYTES = 50_000_000
 
 __all__ = ["Crystal", "Rejected", "library_names", "read_sources"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crystal:
-    """A crystal as its source gives it. `key` is the sha256 (hex) of the source's content, independent of its place."""
+    """A crystal as its source gives it. `key` is the sha256 (hex) of the source's content, independent of its place.
+
+    A crystal drawn from an average with partial occupancies has that as its `parent`, which decides on its symmetry and
+    whose cell the zone axes refer to; its key is that of the draw.
+    """
 
     atoms: Any
     source: str
     licence: str
     key: str
-    zone_axes: tuple[tuple[int, int, int], ...]
+    zone_axes: tuple[tuple[int, int, int], ...] | StrongestAxes
     split: str | None
+    parent: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +58,18 @@ def library_names() -> tuple[str, ...]:
     return tuple(sorted(item.name[:-4] for item in folder.iterdir() if item.name.endswith(".cif")))
 
 
-def read_sources(sources: tuple[StructureSource, ...], *, base_dir: Path) -> Iterator[Crystal | Rejected]:
-    """Every crystal of a campaign, in the order of the YAML; relative paths start at `base_dir`.
+def read_sources(
+    sources: tuple[StructureSource, ...], *, base_dir: Path, seed: int = 0
+) -> Iterator[Crystal | Rejected]:
+    """Every crystal of a campaign, in the order of the YAML; relative paths start at `base_dir`. `seed` decides on what
+    is drawn from averages.
 
     Raises UsageError, beginning with the position `structures[i].key`, for a source that does not exist.
     """
     for number, source in enumerate(sources):
         where = f"structures[{number}]"
         try:
-            yield from _read_source(source, base_dir, where)
+            yield from _read_source(source, base_dir, seed, where)
         except UsageError as error:
             text = str(error)
             raise UsageError(text if text.startswith(where) else f"{where}: {text}") from None
@@ -66,11 +77,11 @@ def read_sources(sources: tuple[StructureSource, ...], *, base_dir: Path) -> Ite
             raise UsageError(f"{where}: {error.filename}: cannot be read: {error.strerror}") from None
 
 
-def _read_source(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
+def _read_source(source: StructureSource, base_dir: Path, seed: int, where: str) -> Iterator[Crystal | Rejected]:
     if source.library is not None:
-        yield from _read_library(source, where)
+        yield from _read_library(source, seed, where)
     elif source.cif is not None:
-        yield from _read_cif_patterns(source, base_dir, where)
+        yield from _read_cif_patterns(source, base_dir, seed, where)
     elif source.prototype is not None:
         assert source.a_A is not None
         atoms = build_prototype(source.prototype, source.elements, source.a_A, source.c_A)
@@ -103,14 +114,14 @@ def _computed(source: StructureSource, atoms: Any, label: str) -> Crystal:
     return _crystal(source, atoms, label, "computed", hashlib.sha256(label.encode()).hexdigest())
 
 
-def _read_library(source: StructureSource, where: str) -> Iterator[Crystal | Rejected]:
+def _read_library(source: StructureSource, seed: int, where: str) -> Iterator[Crystal | Rejected]:
     folder = resources.files("exitwave.simulate.structures") / "library"
     for name in source.library or ():
         file = folder / f"{name}.cif"
         if not file.is_file():
             raise UsageError(f"{where}.library: {name!r} is not shipped; there are {', '.join(library_names())}")
         licence = "COD, public domain; cite the publication in SOURCES.md"
-        yield _parse_cif(source, file.read_bytes(), f"library:{name}.cif", licence)
+        yield _parse_cif(source, file.read_bytes(), f"library:{name}.cif", licence, seed)
 
 
 def _path(base_dir: Path, written: str, where: str) -> Path:
@@ -121,7 +132,7 @@ def _path(base_dir: Path, written: str, where: str) -> Path:
         raise UsageError(f"{where}: {written}: no user of that name has a home folder; give the whole path") from None
 
 
-def _read_cif_patterns(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
+def _read_cif_patterns(source: StructureSource, base_dir: Path, seed: int, where: str) -> Iterator[Crystal | Rejected]:
     patterns = (source.cif,) if isinstance(source.cif, str) else source.cif or ()
     for pattern in patterns:
         path = _path(base_dir, pattern, f"{where}.cif")
@@ -140,19 +151,34 @@ def _read_cif_patterns(source: StructureSource, base_dir: Path, where: str) -> I
             raise UsageError(f"{where}.cif: {missing}")
         for file in files:
             try:
-                data = file.read_bytes()
+                size = file.stat().st_size
+                data = file.read_bytes() if size <= _MAX_CIF_BYTES else b""
             except OSError as error:
                 yield Rejected(source=file.name, why=f"cannot be read: {error.strerror}")
                 continue
-            yield _parse_cif(source, data, f"cif:{file.name}", "as stated in the file")
+            if size > _MAX_CIF_BYTES:
+                yield Rejected(source=f"cif:{file.name}", why=f"{size} bytes: no CIF of one crystal is so large")
+                continue
+            yield _parse_cif(source, data, f"cif:{file.name}", "as stated in the file", seed)
 
 
-def _parse_cif(source: StructureSource, data: bytes, label: str, licence: str) -> Crystal | Rejected:
+def _parse_cif(source: StructureSource, data: bytes, label: str, licence: str, seed: int) -> Crystal | Rejected:
     try:
-        atoms = read_cif(data.decode("utf-8", errors="replace"))
+        average = read_average(data.decode("utf-8-sig", errors="replace"), partial=source.partial_occupancy == "sample")
     except CifError as error:
         return Rejected(source=label, why=str(error))
-    return _crystal(source, atoms, label, licence, hashlib.sha256(data).hexdigest())
+    key = hashlib.sha256(data).hexdigest()
+    if average.is_ordered:
+        return _crystal(source, average.ordered(), label, licence, key)
+    atoms, repeats = sample_supercell(average, extent_A=source.occupancy_extent_A, seed=seed, key=key)
+    drawn = _crystal(
+        source,
+        atoms,
+        f"{label} (occupancies drawn in {' x '.join(map(str, repeats))} cells)",
+        licence,
+        hashlib.sha256(f"{key}|occupancies|{seed}|{repeats}".encode()).hexdigest(),
+    )
+    return replace(drawn, parent=average.parent())
 
 
 def _read_database(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:

@@ -109,6 +109,16 @@ def test_a_probe_wider_than_the_antialias_aperture_agrees() -> None:
     assert difference(spec, "float64") <= TOLERANCE["float64"]
 
 
+def test_a_small_grid_of_which_every_row_is_kept_agrees() -> None:
+    """50 rows, all of them lit before the first slice, in whole groups of eight lines."""
+    spec = spec_of(some_crystal(x=7.0, y=12.4), sampling={"thickness_A": 4, "semiangle_mrad": 100, "energy_keV": 80})
+    _, fast = SIMULATORS["float64"]
+    assert spec.grid_yx[0] % 8
+    with fast.configured():
+        assert len(fast._beam(spec).rows) == spec.grid_yx[0]
+    assert difference(spec, "float64") <= TOLERANCE["float64"]
+
+
 def test_the_loop_is_told_from_a_wrong_one() -> None:
     """The comparison sees a slice left out and two slices exchanged: far more than its tolerance."""
     spec = spec_of(some_crystal(), sampling={"thickness_A": 20})

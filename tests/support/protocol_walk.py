@@ -82,7 +82,7 @@ def walk(machine: Any, rng: random.Random, lost: int | None = None) -> tuple[str
                 return _lost(machine, locals_, failed, lost)
             continue
         if all(machine.done(rank, local) for rank, local in enumerate(locals_)):
-            return _whole(machine, locals_)
+            return _whole(machine, locals_, heard)
 
 
 def _submissions(machine: Any) -> int:
@@ -95,13 +95,17 @@ def _passes(machine: Any) -> int:
     return max(map(len, machine.scripts[0])) if isinstance(machine, SessionMachine) else machine._passes
 
 
-def _whole(machine: Any, locals_: list[Any]) -> tuple[str, list[Any]]:
+def _whole(machine: Any, locals_: list[Any], heard: list[int]) -> tuple[str, list[Any]]:
     first = machine.log(locals_[0])
+    alike: dict[int, Any] = {}  # collectives heard -> what such ranks hold
     for rank, local in enumerate(locals_):
         require(machine.log(local) == first, f"ranks executed different orders: {machine.log(local)}, {first}")
-        require(machine.shared(local) == machine.shared(locals_[0]), "ranks hold different caches or verdicts")
+        held = alike.setdefault(heard[rank], machine.shared(local))
+        require(held == machine.shared(local), "ranks that heard the same hold different caches or verdicts")
         machine.final(rank, local)
-    return getattr(locals_[0], "ended", "").partition(":")[0] or "reduced", locals_
+    ends = {ended for local in locals_ if (ended := getattr(local, "ended", ""))}
+    require(len(ends) <= 1, f"ranks ended differently: {ends}")
+    return next(iter(ends), "reduced").partition(":")[0], locals_
 
 
 def _lost(machine: Any, locals_: list[Any], failed: dict[int, int], lost: int) -> tuple[str, list[Any]]:

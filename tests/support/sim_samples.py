@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,13 @@ def single_atom(
         repeat_xy=(1, 1),
         slices=1,
     )
+
+
+def four_atoms(*, x_A: float = 12.0, y_A: float = 12.0) -> StructureSpec:
+    """Four atoms without any symmetry in a cell of two slices."""
+    places = ((0.1 * x_A, 0.2 * y_A, 0.3), (0.55 * x_A, 0.35 * y_A, 1.6), (0.8 * x_A, 0.9 * y_A, 2.4), (0.0, 0.0, 0.0))
+    changes = {"key": f"four atoms {x_A} {y_A}", "numbers": (79, 14, 8, 31), "positions_A": places, "slices": 2}
+    return replace(single_atom(), **changes, lengths_A=(x_A, y_A, 4.0))
 
 
 def recipe(**changes: Any) -> Recipe:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -98,3 +100,23 @@ def test_bytes_for_people(value: float, text: str) -> None:
 )
 def test_seconds_for_people(value: float | None, text: str) -> None:
     assert human_seconds(value) == text
+
+
+def test_a_plan_that_takes_long_says_how_far_it_is() -> None:
+    from sim_samples import DATA, campaign
+
+    from exitwave.simulate.plan import make_plan
+
+    events: list[Mapping[str, Any]] = []
+    make_plan(
+        campaign(structures=[{"library": ["Si", "Al"]}, {"cif": "partial_occupancy.cif"}], split={}),
+        base_dir=DATA,
+        feed=events.append,
+    )
+    assert [e["done"] for e in events if e["kind"] == "plan_structures"] == [0, 1, 2]
+    assert [(e["done"], e["total"]) for e in events if e["kind"] == "plan_samples"] == [(0, 8), (4, 8)]
+    state = ProgressState()
+    bar = state.feed({"kind": "plan_structures", "done": 1200, "rejected": 3})
+    assert bar is not None and bar.line() == "read: 1 200 structures, 3 rejected"
+    bar = state.feed({"kind": "plan_samples", "done": 4, "total": 8})
+    assert bar is not None and bar.line() == "plan: 4 of 8 samples (50 %)"

@@ -1,6 +1,7 @@
-"""Two ranks and the link between them, for benchmarks: loopback, or network namespaces whose link is slowed down.
+"""Ranks and the links between them, for benchmarks: loopback, or network namespaces whose links are slowed down.
 
 A slow link is a veth pair between two namespaces with a token bucket (`tc tbf`) at both ends; making it needs root.
+More than two ranks hang on a switch (a bridge in a namespace of its own), each by such a link.
 Whatever happens, processes and namespaces go: they are removed on the way out, the ranks ask the kernel to die with
 their parent, and namespaces that a killed benchmark left behind are removed by the next one (their name carries its
 process id).
@@ -27,28 +28,36 @@ from exitwave.ingest.errors import ExitwaveError, UsageError
 
 __all__ = ["LINKS", "Link", "open_link", "terminated_as_interrupt"]
 
-LINKS: dict[str, str | None] = {"loopback": None, "1gbit": "1gbit", "400mbit": "400mbit"}  # name -> rate for tc
+# name -> rate for tc
+LINKS: dict[str, str | None] = {
+    "loopback": None,
+    "1gbit": "1gbit",
+    "400mbit": "400mbit",
+    "250mbit": "250mbit",
+    "100mbit": "100mbit",
+}
 _PREFIX = "exitwave-bench"
 _DEVICE = "exw0"  # in either namespace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Where the two ranks run: the command prefix of each, rank 0's address and the network device."""
+    """Where the ranks run: the command prefix of each, rank 0's address and the network device."""
 
-    prefixes: tuple[tuple[str, ...], tuple[str, ...]]
+    prefixes: tuple[tuple[str, ...], ...]
     address: str
     device: str
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def run(self, module: str, arguments: Sequence[str], *, limit_s: float) -> None:
-        """Run `module` as both ranks until both have ended. Raises `ExitwaveError` with their words if one fails."""
+        """Run `module` as all ranks until all have ended. Raises `ExitwaveError` with their words if one fails."""
         settings = ["env", f"GLOO_SOCKET_IFNAME={self.device}", "OMP_NUM_THREADS=1"]
         with contextlib.ExitStack() as stack:
-            logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+            logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in self.prefixes]
             port = str(_free_port())
             for rank, prefix in enumerate(self.prefixes):
-                place = ["--rank", str(rank), "--address", self.address, "--port", port, "--parent", str(os.getpid())]
+                place = ["--rank", str(rank), "--world", str(len(self.prefixes)), "--parent", str(os.getpid())]
+                place += ["--address", self.address, "--port", port]
                 self.children.append(
                     subprocess.Popen(
                         [*prefix, *settings, sys.executable, "-m", module, *place, *arguments],
@@ -70,7 +79,7 @@ class Link:
                 )
 
     def _wait(self, until: float) -> int | None:
-        """None when both ended well, else the rank that did not."""
+        """None when all ended well, else the rank that did not."""
         while any(child.poll() is None for child in self.children):
             for rank, child in enumerate(self.children):
                 if child.poll() not in (None, 0) or time.monotonic() > until:
@@ -88,11 +97,11 @@ class Link:
 
 
 @contextlib.contextmanager
-def open_link(name: str) -> Iterator[Link]:
-    """The link `name` of `LINKS`. Raises `UsageError`, with what is missing, where it cannot be made."""
+def open_link(name: str, ranks: int = 2) -> Iterator[Link]:
+    """`ranks` ranks with the link `name` of `LINKS`. Raises `UsageError`, with what is missing, where there is none."""
     rate = LINKS[name]
     if rate is None:
-        yield Link(prefixes=((), ()), address="127.0.0.1", device="lo")
+        yield Link(prefixes=((),) * ranks, address="127.0.0.1", device="lo")
         return
     if os.geteuid() != 0:
         raise UsageError("network namespaces need root")
@@ -100,31 +109,48 @@ def open_link(name: str) -> Iterator[Link]:
     if missing:
         raise UsageError(f"needs the command {' and '.join(missing)} (iproute2)")
     _sweep()
-    ends = [f"{_PREFIX}-{os.getpid()}-{side}" for side in "ab"]
+    ends = [f"{_PREFIX}-{os.getpid()}-{side}" for side in "abcdefghijklmnopqrstuvwxy"[:ranks]]
+    switch = f"{_PREFIX}-{os.getpid()}-z"
     try:
-        _make(ends, rate)
+        _make(ends, switch, rate)
         yield Link(
-            prefixes=(("ip", "netns", "exec", ends[0]), ("ip", "netns", "exec", ends[1])),
+            prefixes=tuple(("ip", "netns", "exec", end) for end in ends),
             address="10.213.7.1",
             device=_DEVICE,
         )
     finally:
-        for end in ends:
+        for end in [*ends, *([switch] if ranks > 2 else [])]:
             subprocess.run(["ip", "netns", "del", end], capture_output=True)
 
 
-def _make(ends: Sequence[str], rate: str) -> None:
-    """Two namespaces, joined; the veth pair goes with them."""
+def _make(ends: Sequence[str], switch: str, rate: str) -> None:
+    """Namespaces, joined; the veth pairs go with them. More than two hang on a switch."""
     for end in ends:
         _ip("netns", "add", end)
-    _ip("-n", ends[0], "link", "add", _DEVICE, "type", "veth", "peer", "name", _DEVICE, "netns", ends[1])
+    if len(ends) == 2:
+        _ip("-n", ends[0], "link", "add", _DEVICE, "type", "veth", "peer", "name", _DEVICE, "netns", ends[1])
+    else:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number, end in enumerate(ends):
+            port = f"port{number}"
+            _ip("-n", end, "link", "add", _DEVICE, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "bridge")
+            _ip("-n", switch, "link", "set", port, "up")
+            _slow(switch, port, rate)
     for host, end in enumerate(ends, start=1):
         _ip("-n", end, "addr", "add", f"10.213.7.{host}/24", "dev", _DEVICE)
         _ip("-n", end, "link", "set", "lo", "up")
         _ip("-n", end, "link", "set", _DEVICE, "up")
-        # The burst holds a few segments as the kernel hands them over (64 KiB); the queue, 50 ms.
-        shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-        _call(["ip", "netns", "exec", end, "tc", "qdisc", "add", "dev", _DEVICE, *shape])
+        _slow(end, _DEVICE, rate)
+
+
+def _slow(namespace: str, device: str, rate: str) -> None:
+    """What leaves by `device` leaves at `rate`."""
+    # The burst holds a few segments as the kernel hands them over (64 KiB); the queue, 50 ms.
+    shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+    _call(["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, *shape])
 
 
 def _ip(*arguments: str) -> None:

@@ -22,6 +22,7 @@ from exitwave.ingest.manifest import load_manifest
 from exitwave.ingest.reading import ShardFiles
 from exitwave.ingest.records import Manifest, ShardRecord
 from exitwave.ingest.schema import FieldSpec
+from exitwave.ingest.staging_home import CacheHome
 from exitwave.ingest.tiles import plan_tile
 from exitwave.ingest.windows import ShardLayout
 
@@ -34,18 +35,33 @@ Array = np.ndarray[Any, Any]
 
 
 def open_dataset(
-    path: str | Path, *, cache: str | Path | None = None, verify: bool = True, threads: int | None = None
+    path: str | Path,
+    *,
+    cache: str | Path | None = None,
+    verify: bool = True,
+    threads: int | None = None,
+    cache_wait_s: float = 0.0,
 ) -> Dataset:
     """Opens what is committed now in the data set at `path`.
 
     `cache`: a folder that `stage` filled; shards ready there are read there. `verify`: check the checksum of every
     sample read. `threads`: how many threads read a large batch, by default up to four, as there are processors.
+    `cache_wait_s`: how long a shard that is not in the cache yet is waited for before the data set itself is read.
     UsageError when it is no data set or its manifest cannot be read.
     """
     root = Path(path)
     manifest = load_manifest(root)
-    staged = None if cache is None else Path(cache) / manifest.header.dataset_id / "ready"
-    return Dataset(root, manifest, manifest.shards, ShardFiles(root, staged=staged, verify=verify, threads=threads))
+    staged = None
+    if cache is not None:
+        home = CacheHome(Path(cache), manifest.header)
+        home.check()
+        staged = home.ready
+    return Dataset(
+        root,
+        manifest,
+        manifest.shards,
+        ShardFiles(root, staged=staged, verify=verify, threads=threads, wait_s=cache_wait_s),
+    )
 
 
 class Dataset:
@@ -231,6 +247,10 @@ class Dataset:
         from exitwave.ingest.xarray_view import dataset_view
 
         return dataset_view(self)
+
+    def cache_counts(self) -> dict[str, int]:
+        """How often this process turned to a shard that was in the cache, or not, or waited for one."""
+        return {"hits": self._files.hits, "misses": self._files.misses, "waits": self._files.waits}
 
     def close(self) -> None:
         self._files.close()

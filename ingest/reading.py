@@ -4,7 +4,8 @@ Files are opened per process and never across a fork: a worker process drops wha
 most `MAX_OPEN` shards are open, with their uids and checksums, so that memory does not grow with the data set; the
 larger table of parameters is read by the row.
 With a cache, a shard staged there is read there; a staged copy that turns out damaged is set aside in `quarantine/`
-and its shard read from the data set instead.
+and its shard read from the data set instead. So is one that is not there, or has been evicted: nobody waits for the
+cache longer than `wait_s`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -102,11 +104,16 @@ class _OpenShard:
 class ShardFiles:
     """The open shards of this process. Safe to pickle, to fork with, and to call from several threads.
 
-    `threads`: how many read at once, with the caller's; by default up to four, as there are processors.
+    `threads`: how many read at once, with the caller's; by default up to four, as there are processors. `wait_s`: how
+    long a shard that is not staged is waited for. `hits` and `misses` count how often a shard was turned to that was
+    in the cache, or not; `waits` how often one was waited for.
     """
 
-    def __init__(self, root: Path, *, staged: Path | None, verify: bool, threads: int | None = None) -> None:
+    def __init__(
+        self, root: Path, *, staged: Path | None, verify: bool, threads: int | None = None, wait_s: float = 0.0
+    ) -> None:
         self.root = root
+        self.wait_s = wait_s
         self.staged = staged
         self.verify = verify
         self.threads = min(MAX_THREADS, len(os.sched_getaffinity(0))) if threads is None else max(1, threads)
@@ -114,13 +121,20 @@ class ShardFiles:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
+        self.hits = self.misses = self.waits = 0
         self._lock = threading.RLock()  # anew: one inherited over a fork may be held for ever
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()
         self._params_bytes = 0
         self._helpers: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "staged": self.staged, "verify": self.verify, "threads": self.threads}
+        return {
+            "root": self.root,
+            "staged": self.staged,
+            "verify": self.verify,
+            "threads": self.threads,
+            "wait_s": self.wait_s,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -285,11 +299,27 @@ class ShardFiles:
                 if self._open.get(record.shard_id) is not shard:
                     return  # another thread was faster
                 self._let_go(record.shard_id)
+                if _is_evicted(shard.fd):
+                    return
             quarantine = path.parent.parent / "quarantine"
             warnings.warn(f"{why}: set aside in {quarantine}, reading the data set itself", stacklevel=4)
             quarantine.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # another process may have been faster
                 path.rename(quarantine / path.name)
+
+    def _count(self, shard: _OpenShard) -> None:
+        self.hits += shard.staged
+        self.misses += not shard.staged and self.staged is not None
+
+    def _is_staged(self, record: PublishedShard) -> bool:
+        return self.staged is not None and os.path.exists(f"{self.staged}/{record.shard_id}.h5")  # noqa: PTH110 (hot)
+
+    def _wait_for(self, record: PublishedShard) -> None:
+        """Gives a shard that is perhaps on its way into the cache up to `wait_s`."""
+        deadline = time.monotonic() + self.wait_s
+        self.waits += self.wait_s > 0 and not self._is_staged(record)
+        while time.monotonic() < deadline and not self._is_staged(record):
+            time.sleep(0.005)
 
     def _let_go(self, shard_id: str) -> None:
         shard = self._open.pop(shard_id)
@@ -299,14 +329,19 @@ class ShardFiles:
         """The shard, opened now or before; the least recently used one is let go when too many are open."""
         with self._lock:
             if (opened := self._open.get(record.shard_id)) is not None:
-                self._open.move_to_end(record.shard_id)
-                return opened
+                if opened.staged or self.staged is None or not self._is_staged(record):
+                    self._open.move_to_end(record.shard_id)
+                    self._count(opened)
+                    return opened
+                self._let_go(record.shard_id)  # it has come into the cache meanwhile
             while True:
                 try:
                     shard = self._open_now(record)
                     break
                 except _StagedDamage as damage:
-                    self._set_aside(record, None, damage.path, str(damage))
+                    if not damage.evicted:
+                        self._set_aside(record, None, damage.path, str(damage))
+            self._count(shard)
             self._open[record.shard_id] = shard
             self._params_bytes += 0 if shard.params is None else shard.params.nbytes
             if len(self._open) > MAX_OPEN:
@@ -317,6 +352,7 @@ class ShardFiles:
         path, staged = self.root / record.path, False
         fd = None
         if self.staged is not None:
+            self._wait_for(record)
             with contextlib.suppress(OSError):  # then the data set itself has it
                 fd = open_to_read(self.staged / f"{record.shard_id}.h5")
                 path, staged = self.staged / f"{record.shard_id}.h5", True
@@ -330,7 +366,11 @@ class ShardFiles:
         # A table whose own checksum the manifest has speaks for its rows; the larger one is kept while it is cheap.
         keep = self._params_bytes + extents["params"].nbytes <= _PARAMS_KEPT
         keep = keep and "params" in record.stats.get("tables_crc32c", {})
-        tables = {name: self._table(fd, path, staged, record, extents[name]) for name in names}
+        try:
+            tables = {name: self._table(fd, path, staged, record, extents[name]) for name in names}
+        except _StagedDamage as damage:
+            damage.evicted = _is_evicted(fd)
+            raise
         params: Array | None = None
         if keep:
             with contextlib.suppress(DamagedDataError):  # then the checksum of each row tells which one it is
@@ -364,3 +404,9 @@ class _StagedDamage(DamagedDataError):
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(why)
         self.path = path
+        self.evicted = False
+
+
+def _is_evicted(fd: int) -> bool:
+    """Whether the stager has taken the file away: it is cut short then, but not damaged."""
+    return os.fstat(fd).st_nlink == 0

@@ -1,8 +1,8 @@
 """What a pass costs on either fast route, predicted from its specification alone, and which route `auto` takes.
 
 The choice decides on bits, so that it must be the same on any machine and in any plan: it knows no measurement made
-here and no neighbours. The recipe tells how many settings one pass serves (`fan_out`) and how thick specimens get; a few
-nanoseconds, measured once on one core, are part of this file:
+here and no neighbours. The recipe tells how many settings one pass serves (`fan_out`) and how thick specimens get; a
+few nanoseconds, measured once on one core, are part of this file:
 
     multislice   settings x probes x slices x points of the grid            4 ns, growing a little as the grid leaves
                                                                             the cache

@@ -158,7 +158,7 @@ PARAMS_DTYPE = np.dtype(
         ("prototype_group", "<u8"),
         ("structure", "<i4"),
         ("sample_index", "<i8"),
-        ("split", "S8"),
+        ("split", "S16"),
         *PARAMS_SINCE_2,
     ]
 )

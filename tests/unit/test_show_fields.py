@@ -33,15 +33,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_field_has_a_picture(dataset: Path, tmp_path: Path) -> None:
     titles = [panel.title for panel in _panels(open_dataset(dataset)[0])]
-    assert titles[:4] == [
-        "pattern at the centre, √",
-        "mean pattern, √",
-        "detected fraction",
-        "projected potential, V·Å",
-    ]
-    assert [t for t in titles if t.startswith("image")] == [
-        t for t in titles if t.startswith(("image 1 of 5, focus", "image 3 of 5, focus", "image 5 of 5, focus"))
-    ]
+    assert titles[:3] == ["pattern at the centre, √", "mean pattern, √", "detected fraction"]
+    assert titles[3] == "projected potential, V·Å"
+    assert [t.split(",")[0] for t in titles if t.startswith("image")] == [f"image {f} of 5" for f in (1, 3, 5)]
     assert sum(t.startswith("potential of slab") for t in titles) == 3 and titles[-1] == "own"
     shown = show_sample(dataset, "#1", tmp_path / "new" / "one.png")
     assert shown["uid"] == f"{uid_of(0, 1):016x}" and shown["params"]["semiangle_mrad"] == 21.0
@@ -55,13 +49,8 @@ def test_a_page_has_the_picture_and_the_parameters(dataset: Path, tmp_path: Path
     assert "http" not in text
     show_sample(dataset, "#2", tmp_path / "one.html")  # another sample, in its place
     assert "<td>22.0</td>" in (tmp_path / "one.html").read_text(encoding="utf-8")
-    for bad, match in (
-        (tmp_path / "x.tiff", "ends in .png"),
-        (tmp_path, "ends in"),
-        (tmp_path / "d.png", "is a folder"),
-    ):
-        if match == "is a folder":
-            bad.mkdir()
+    (tmp_path / "d.png").mkdir()
+    for bad, match in ((tmp_path / "x.tiff", "ends in .png"), (tmp_path, "ends in"), (tmp_path / "d.png", "a folder")):
         with pytest.raises(UsageError, match=match):
             show_sample(dataset, "#0", bad)
 
@@ -70,7 +59,7 @@ def test_inspect_tells_them(dataset: Path) -> None:
     found: Any = inspect_path(dataset)
     assert [f["name"] for f in found["fields"]] == ["cbed", "potential", "images", "focus_A", "volume", "own"]
     shard = next((dataset / "shards").rglob("*.h5"))
-    assert [f["dtype"] for f in inspect_path(shard)["fields"]][0] == "<f2"
+    assert next(f["dtype"] for f in inspect_path(shard)["fields"]) == "<f2"
 
 
 @pytest.mark.parametrize("format", ["emd", "hspy", "zarr", "webdataset"])
@@ -94,6 +83,6 @@ def test_exports_hold_values_not_codes(dataset: Path, tmp_path: Path, format: st
     else:
         tar = str(out / "data-000000.tar")
         (one,) = pytest.importorskip("webdataset").WebDataset(tar, shardshuffle=False).decode()
-        found = {name: one[f"{name}.npy"] for name in names}
+        found = {name: one[f"{name.lower()}.npy"] for name in names}
     for name, array in found.items():
         assert array.dtype == np.float32 and np.array_equal(array, wanted[name]), name

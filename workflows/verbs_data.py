@@ -279,9 +279,9 @@ def inspect(
 @verb(
     "show",
     panel=DATA,
-    purpose="Show one sample: its parameters, and a picture of its pattern and potential.",
+    purpose="Show one sample: its parameters, and pictures of its patterns, label and other fields.",
     more="UID is a sample's id as `inspect` lists them, or `#N` for the N-th sample of the data set.",
-    example="exitwave show data/quick '#0' --out sample.png",
+    example="exitwave show data/quick '#0' --out sample.png\nexitwave show data/quick '#0' --out sample.html",
     then="Open the picture.",
     codes="0 shown; 2 no such sample.",
 )
@@ -289,7 +289,12 @@ def show(
     dataset: DatasetFolder,
     uid: Annotated[str, typer.Argument(metavar="UID", help="A sample's id, or #N.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.png", help="The picture; by default sample-UID.png here.")
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="The picture (.png, .pdf, .svg), or a page (.html); by default sample-UID.png here.",
+        ),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

@@ -27,7 +27,7 @@ from exitwave.ingest.records import Manifest, ShardRecord
 from exitwave.ingest.staging_home import CacheHome
 from exitwave.ingest.staging_plan import CachePlanner, State, check_capacity
 from exitwave.ingest.staging_run import PROGRESS_EVERY_S, Limits, StagingRun, StorageSource
-from exitwave.ingest.storage import is_url, open_storage
+from exitwave.ingest.storage import holds, is_url, open_storage
 from exitwave.ingest.verify import Bad, check_shard
 
 __all__ = ["Share", "StageReport", "fill_planner", "stage"]
@@ -164,6 +164,7 @@ class _Stager:
             emit=self._emit,
             stop=self._stop,
             diagnose=self._diagnose,
+            obtainable=lambda shard: holds(self._storage, shard.path, shard.nbytes),
         )
         self._emit("stage_started", shards=len(wanted), bytes=reused, total=total)
         try:

@@ -315,6 +315,12 @@ def _positive_shape(value: tuple[int, int]) -> tuple[int, int]:
     return value
 
 
+class StorageSpec(StrictModel):
+    """How shards lie on disk. `compression` is lossless; it helps counts, and noise-free float32 hardly at all."""
+
+    compression: Literal["", "bitshuffle-lz4", "blosc2-zstd"] = ""
+
+
 class Recipe(StrictModel):
     """How samples are drawn from any structure: all of a campaign but its structures, sizes and splits."""
 
@@ -331,6 +337,7 @@ class Recipe(StrictModel):
     fields: tuple[Literal["cbed", "potential"], ...] = Field(default=("cbed", "potential"), min_length=1)
     # How a field of intensities is stored; readers give float32 values whatever it is.
     encoding: dict[Literal["cbed"], Literal["sqrt-f2"]] = Field(default_factory=dict)
+    storage: StorageSpec = StorageSpec()
 
     @model_validator(mode="after")
     def _fans_out(self) -> Recipe:

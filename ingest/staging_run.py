@@ -146,6 +146,7 @@ class StagingRun:
     """The copies of one stager. `shards`: all that may be needed. `diagnose(shard)` looks closely at a bad source.
 
     `raise_damage`: DamagedDataError for a source that stays bad; else it is recorded and left for readers to meet.
+    `obtainable(shard)`: whether it could be got again; the last copy there is is never evicted.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class StagingRun:
         stop: Callable[[], bool],
         diagnose: Callable[[ShardRecord], list[Bad]],
         raise_damage: bool = True,
+        obtainable: Callable[[ShardRecord], bool] = lambda shard: True,
     ) -> None:
         self.home = home
         self.planner = planner
@@ -173,6 +175,7 @@ class StagingRun:
         self._stop = stop
         self._diagnose = diagnose
         self._raise_damage = raise_damage
+        self._obtainable = obtainable
         self._copies: dict[str, _Copy] = {}
         self._trouble: dict[str, _Trouble] = {}
         self._ended: queue.SimpleQueue[_Copy] = queue.SimpleQueue()
@@ -229,7 +232,13 @@ class StagingRun:
                 self._evict(shard_id)
 
     def _evict(self, shard_id: str) -> None:
-        if self.home.evict(shard_id):
+        shard = self._shards.get(shard_id)
+        if shard is not None and not self._obtainable(shard):
+            self.planner.irreplaceable.add(shard_id)
+            self.planner.not_evicted(shard_id)
+            self.planner.unpin(shard_id)
+            self._emit("cache_last_copy", shard=shard_id)
+        elif self.home.evict(shard_id):
             self.planner.evicted(shard_id)
             self.counts.evicted += 1
             self._emit("cache_evicted", shard=shard_id)

@@ -67,7 +67,10 @@ def ratio(data: Path, reports: list[dict[str, Any]]) -> float:
     return sum(r["bytes_from_source"] for r in reports) / load_manifest(data).nbytes
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("n", [pytest.param(2, marks=LONG), pytest.param(3, marks=LONG), 4])
 def test_shared_storage_is_read_once_on_one_host(tmp_path: Path, data: Path, n: int) -> None:
     nodes = [f"127.0.0.1:{port}" for port in free_ports(n)]
     processes = [start([], data, tmp_path / f"c{k}", nodes, k) for k in range(n)]
@@ -79,7 +82,7 @@ def test_shared_storage_is_read_once_on_one_host(tmp_path: Path, data: Path, n: 
     assert all(r["bytes_from_source"] > 0 for r in reports), "each node reads what it owns"
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=LONG), 4])
 def test_shared_storage_is_read_once_over_a_network(tmp_path: Path, data: Path, n: int) -> None:
     with cluster(n) as made:
         nodes = [f"{made.address(k)}:7070" for k in range(n)]
@@ -93,7 +96,7 @@ def test_shared_storage_is_read_once_over_a_network(tmp_path: Path, data: Path, 
 def test_a_node_that_comes_late_is_waited_for(tmp_path: Path, data: Path) -> None:
     nodes = [f"127.0.0.1:{port}" for port in free_ports(2)]
     first = start([], data, tmp_path / "c0", nodes, 0)
-    time.sleep(2)
+    time.sleep(1)
     second = start([], data, tmp_path / "c1", nodes, 1)
     assert ratio(data, [report_of(first), report_of(second)]) == 1.0
 
@@ -105,7 +108,7 @@ def test_a_node_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path, data
     assert report["bytes_from_peers"] == 0
 
 
-@pytest.mark.parametrize("where", ["loopback", "network"])
+@pytest.mark.parametrize("where", ["loopback", pytest.param("network", marks=LONG)])
 def test_a_peer_killed_in_mid_copy(tmp_path: Path, data: Path, where: str) -> None:
     if where == "network":
         with cluster(3) as made:

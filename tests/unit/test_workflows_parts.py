@@ -91,7 +91,7 @@ def test_the_registered_verbs_are_these() -> None:
         (["status", "/nonexistent"], "no such folder"),
         (["report", "/nonexistent"], "no such folder"),
         (["inspect", "/nonexistent"], "no such file"),
-        (["init", "/tmp/x.yaml", "--template", "nope"], "quickstart, reconstruct"),
+        (["init", "/tmp/x.yaml", "--template", "nope"], "quickstart, classify"),
     ],
 )
 def test_wrong_use_is_exit_2_with_one_message(

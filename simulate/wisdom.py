@@ -85,7 +85,7 @@ def use_wisdom(dataset: Path) -> None:
 
     if not set_wisdom(content):
         raise DamagedDataError(
-            f"{path}: FFTW does not understand this wisdom. Remove the file and give the same command again: it is made "
-            "anew, and samples made from then on may differ in their last bits from those before"
+            f"{path}: FFTW does not understand this wisdom. Remove the file and give the same command again: it is "
+            "made anew, and samples made from then on may differ in their last bits from those before"
         )
     _used[:] = [path]

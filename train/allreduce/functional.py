@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.allreduce.agreement import broadcast_tensors, describe
+from exitwave.train.allreduce.join import refuse_while_joining
 from exitwave.train.allreduce.negotiation import Request
 from exitwave.train.allreduce.session import Session
 from exitwave.train.transport import ReduceKind, TorchTransport
@@ -113,6 +114,7 @@ def broadcast_parameters(
         raise UsageError(f"broadcast_parameters: root_rank {root_rank} is not in the process set of {size} ranks")
     if size == 1 or not tensors:
         return
+    refuse_while_joining("broadcast_parameters")
     session = _session(process_set, timeout_s)
     signatures = {name: f"broadcast from {root_rank}, {describe(tensor)}" for name, tensor in tensors.items()}
     session.agree(_requests("broadcast", signatures))
@@ -181,6 +183,7 @@ def _exchange(
     session: Session | None, how: _How, names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Negotiate, fuse by dtype and device, scale, reduce, scale, and cut apart again."""
+    refuse_while_joining(f"allreduce of {names[0]}")
     size = 1 if session is None else session.size
     post = how.postscale / (size if how.op is Op.AVERAGE else 1)
     if session is not None:

@@ -190,6 +190,9 @@ def _exchange(
         signatures = {name: f"{how}, {describe(t)}" for name, t in zip(names, tensors, strict=True)}
         if len(signatures) != len(names):
             session.fail(UsageError(f"allreduce: a name occurs twice in {', '.join(names)}"))
+        if len({t.device for t in tensors}) > 1:
+            where = ", ".join(f"{name} on {t.device}" for name, t in zip(names, tensors, strict=True))
+            session.fail(UsageError(f"allreduce: the tensors of one group must be on one device, got {where}"))
         session.agree(_requests(names[0], signatures))
     results: list[torch.Tensor | None] = [None] * len(tensors)
     kinds = list(dict.fromkeys((t.dtype, t.device) for t in tensors))
@@ -231,6 +234,8 @@ def _group(process_set: Any) -> Any:
 
 def _size(process_set: Any) -> int:
     if not (dist.is_available() and dist.is_initialized()):
+        if _sessions:
+            raise UsageError("torch.distributed was shut down: the ranks that this call would speak to are gone")
         if process_set is not None:
             raise UsageError("process_set was given, but torch.distributed is not initialised")
         return 1

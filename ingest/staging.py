@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -108,6 +108,20 @@ def _asked(stop: Stop | None) -> Callable[[], bool]:
     return stop.is_set if isinstance(stop, threading.Event) else stop
 
 
+def _holders_before(share: Share, peers: PeerOptions, shard_ids: Sequence[str]) -> Callable[[str], Sequence[str]]:
+    """Whom to ask for a shard of a share: the node that had it in the epoch before."""
+    if len(peers.nodes) != share.nodes or peers.nodes[share.node] != peers.me:
+        raise UsageError(
+            f"share {share.node + 1} of {share.nodes} with {len(peers.nodes)} peers: expected as many peers as shares, "
+            f"and {peers.me} as number {share.node + 1} of them"
+        )
+    if share.epoch == 0:
+        return lambda shard_id: ()
+    dealt = shares(shard_ids, share.nodes, epoch=share.epoch - 1, exchange=share.exchange)
+    held = {shard_id: peers.nodes[node] for node, share_ in enumerate(dealt) for shard_id in share_}
+    return lambda shard_id: [held[shard_id]] if shard_id in held else []
+
+
 class _Stager:
     def __init__(
         self,
@@ -154,7 +168,7 @@ class _Stager:
         reused = sum(s.nbytes for s in wanted if planner.state(s.shard_id) is State.READY)
         storage = StorageSource(self._storage)
         planner.needs(s.shard_id for s in (wanted if self._peers is None else self._peers.order(wanted)))
-        peers = self._join(planner, storage)
+        peers = self._join(planner, storage, share)
         run = StagingRun(
             self.home,
             self.manifest.shards,
@@ -233,15 +247,20 @@ class _Stager:
             wanted = [s for s, end in zip(wanted, ends, strict=True) if end <= capacity_bytes]
         return wanted
 
-    def _join(self, planner: CachePlanner, storage: StorageSource) -> PeerSources | None:
+    def _join(self, planner: CachePlanner, storage: StorageSource, share: Share | None) -> PeerSources | None:
         if self._peers is None:
             return None
+        holders: Callable[[str], Sequence[str]] | None = None
+        if share is not None:
+            holders = _holders_before(share, self._peers, [s.shard_id for s in self.manifest.shards])
 
         def status(shard_id: str) -> Status:
             needed = planner.next_use(shard_id) != float("inf")
             return "coming" if needed and planner.state(shard_id) not in (State.READY, State.PINNED) else "no"
 
-        return PeerSources(self._peers, self.home, storage, dataset_id=self.manifest.header.dataset_id, status=status)
+        return PeerSources(
+            self._peers, self.home, storage, dataset_id=self.manifest.header.dataset_id, status=status, holders=holders
+        )
 
     def _check(self, run: StagingRun, reused: int, total: int) -> None:
         done = reused + run.counts.copied

@@ -145,6 +145,19 @@ def test_one_slow_peer_is_passed_over(tmp_path: Path, data: Path) -> None:
     assert ratio(data, reports) <= 1 + owned / load_manifest(data).nbytes + 0.2
 
 
+def test_shares_are_exchanged_between_nodes(tmp_path: Path, data: Path) -> None:
+    nodes = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    for epoch in range(3):
+        share = {"nodes": 2, "epoch": epoch, "exchange": 0.5}
+        processes = [
+            start([], data, tmp_path / f"c{k}", nodes, k, share={**share, "node": k}, join_s=5.0) for k in range(2)
+        ]
+        reports = [report_of(process) for process in processes]
+        assert all(r["shards"] == SHARDS // 2 for r in reports)
+        assert ratio(data, reports) == (1.0 if epoch == 0 else 0.0), "once read, shards go from node to node"
+    assert sum(r["bytes_reused"] + r["bytes_from_peers"] for r in reports) == load_manifest(data).nbytes
+
+
 def test_wrong_bytes_of_a_peer_are_never_kept(tmp_path: Path, data: Path) -> None:
     nodes = [f"127.0.0.1:{port}" for port in free_ports(2)]
     manifest = load_manifest(data)

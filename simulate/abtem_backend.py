@@ -105,7 +105,7 @@ class Slices:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Optics:
-    """What the fast multislice takes from abTEM, (x, y); the last two in diffraction space, zero frequency first."""
+    """What the fast routes take from abTEM, (x, y); the last two in diffraction space, zero frequency first."""
 
     probe: NDArray[np.complexfloating]  # at the origin, before the specimen
     propagator: NDArray[np.complexfloating]  # Fresnel propagation over one slice, with tilt and antialias aperture
@@ -152,7 +152,13 @@ class AbtemSimulator:
             arrays["cbed"] = patterns.astype(np.float32)
         if "potential" in spec.recipe.fields:
             arrays["potential"] = _label(spec, static)
-        return Sample(uid=spec.uid, params=spec.params(captured_fraction=captured), arrays=arrays)
+        params = spec.params(captured_fraction=captured)
+        params["simulator"] = self.route(spec).encode()
+        return Sample(uid=spec.uid, params=params, arrays=arrays)
+
+    def route(self, spec: SampleSpec) -> str:
+        """The name of the simulator that makes this sample."""
+        return self.name
 
     # -- potential ---------------------------------------------------------------------------------------------------
 

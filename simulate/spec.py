@@ -400,7 +400,7 @@ class CampaignSpec(Recipe):
     split: SplitSpec = SplitSpec()
     samples_per_structure: int = Field(default=16, ge=1, le=MAX_SAMPLES)
     samples_per_shard: int = Field(default=16, ge=1, le=100_000)
-    simulator: Literal["auto", "fast", "abtem", "weak-phase"] = "auto"
+    simulator: Literal["auto", "fast", "smatrix", "abtem", "weak-phase"] = "auto"
 
     @model_validator(mode="after")
     def _reflections_where_needed(self) -> CampaignSpec:

@@ -100,9 +100,10 @@ class WeakPhaseSimulator:
             bandlimit_per_A=spec.label_bandlimit_per_A,
         )
         arrays = {"cbed": cbed.astype(np.float32), "potential": label.astype(np.float32)}
-        captured = float(cbed.sum(axis=(-2, -1)).mean())
+        params = spec.params(captured_fraction=float(cbed.sum(axis=(-2, -1)).mean()))
+        params["simulator"] = self.name.encode()
         return Sample(
             uid=spec.uid,
-            params=spec.params(captured_fraction=captured),
+            params=params,
             arrays={name: arrays[name] for name in recipe.fields},
         )

@@ -128,7 +128,7 @@ def two_levels_sum_exactly(rank: int, size: int) -> None:
             GroupedAllreduce(net(), node_size=wrong, timeout_s=20)
 
 
-def sparse_gradients_equal_ddps(rank: int, size: int) -> None:
+def sparse_gradients_equal_ddps_and_one_process(rank: int, size: int) -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -143,21 +143,31 @@ def sparse_gradients_equal_ddps(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Words()
     engine = GroupedAllreduce(model, timeout_s=20)
+    alone = copy.deepcopy(model)  # one process with the samples of all ranks
     ddp = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
-    for step in range(3):
-        words = torch.randint(50, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
-        for wrapped in (engine, ddp):
-            wrapped.zero_grad()
+    for step in range(4):
+        words = [torch.randint(50, (4, 3), generator=torch.Generator().manual_seed(10 * step + r)) for r in range(size)]
+        with_rare = [step > 0 and (step != 3 or r == 1) for r in range(size)]  # by no rank, by all, by one
+        compared = [(engine, model, words[rank], with_rare[rank])]
+        if all(with_rare):  # DDP has no answer to a sparse gradient that a rank lacks
+            compared.append((ddp, ddp.module, words[rank], True))
+        for wrapped, module, mine, rare in compared:
+            module.zero_grad()
             if step == 2:
                 with wrapped.no_sync():
-                    wrapped(words, True).square().mean().backward()
-            wrapped(words, step > 0).square().mean().backward()
-        for (name, p), q in zip(model.named_parameters(), ddp.module.parameters(), strict=True):
-            if step == 0 and name == "rare.weight":
-                assert p.grad is None, "no rank had one"
-                continue
-            assert p.grad.is_sparse == (name != "top.weight" and name != "top.bias")
-            torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), rtol=2e-5, atol=1e-7)
+                    wrapped(mine, True).square().mean().backward()
+            wrapped(mine, rare).square().mean().backward()
+        alone.zero_grad()
+        for r in range(size):
+            for _ in range(2 if step == 2 else 1):
+                (alone(words[r], with_rare[r]).square().mean() / size).backward()
+        for module in [alone, *([ddp.module] if all(with_rare) else [])]:
+            for (name, p), q in zip(model.named_parameters(), module.parameters(), strict=True):
+                if q.grad is None:
+                    assert p.grad is None and (name, step) == ("rare.weight", 0)
+                    continue
+                assert p.grad.is_sparse == (not name.startswith("top"))
+                torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), rtol=2e-5, atol=1e-7)
     with pytest.raises(UsageError, match=r"table\.weight, rare\.weight"):
         GroupedAllreduce(Words(), overlap="step", timeout_s=20)
     engine.close()
@@ -240,7 +250,7 @@ CHECKS = [
     compression_keeps_its_bound,
     compression_under_a_gradient_scaler,
     two_levels_sum_exactly,
-    sparse_gradients_equal_ddps,
+    sparse_gradients_equal_ddps_and_one_process,
     autocast_equals_ddps,
     join_serves_ranks_that_end_early,
     process_sets_reduce_among_themselves,

@@ -140,6 +140,7 @@ def _reduce(
     how = _How(op=Op(op), prescale=float(prescale), postscale=float(postscale))
     if not tensors:
         return []
+    refuse_while_joining(f"allreduce of {names[0] if names else 'a tensor'}")
     size = _size(process_set)
     session = _session(process_set, timeout_s) if size > 1 else None
     if names is None:
@@ -183,7 +184,6 @@ def _exchange(
     session: Session | None, how: _How, names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Negotiate, fuse by dtype and device, scale, reduce, scale, and cut apart again."""
-    refuse_while_joining(f"allreduce of {names[0]}")
     size = 1 if session is None else session.size
     post = how.postscale / (size if how.op is Op.AVERAGE else 1)
     if session is not None:

@@ -176,7 +176,8 @@ class Nodes:
         self.ring: Ring = open_ring(transports[0])
         self.across = transports[1]
         self.node_size, self.within = node_size, within
-        self.pump = Pump("exitwave-nodes")
+        # One at a time: two whose parts end in another order on another node would be taken for each other there.
+        self.pump = Pump("exitwave-nodes", under_way=1)
 
 
 class HierarchicalWire:

@@ -84,10 +84,11 @@ def stage(
     """Makes every shard of `dataset` ready in `cache`; called again, it copies only what is not.
 
     `dataset` is a folder, or a URL that fsspec opens.
-    `emit(kind, **fields)` is told stage_started, stage_progress (bytes, total), stage_finished, and of single shards
-    cache_ready, cache_evicted, cache_retry, cache_quarantined, cache_disk_full, cache_source_damaged. `stop` (an event
-    or a function) ends it between two chunks. `share`: only this node's share of the shards. `partial`: as many as the
-    capacity holds, in the order of the manifest, rather than all. `limits`: see `Limits`.
+    `emit(kind, **fields)` is told stage_waiting (another process stages), stage_started, stage_progress (bytes, total),
+    stage_finished, and of single shards cache_ready, cache_evicted, cache_retry, cache_quarantined, cache_disk_full,
+    cache_source_damaged, cache_last_copy. `stop` (an event or a function) ends it between two chunks. `share`: only
+    this node's share of the shards. `partial`: as many as the capacity holds, in the order of the manifest, rather than
+    all. `limits`: see `Limits`.
     `peers`: the other nodes; each shard is then read from the data set by one of them (see `peers_staging`), and this
     call returns when no node needs this one any more.
 
@@ -144,11 +145,14 @@ class _Stager:
         self._last_progress = 0.0
 
     def run(self, capacity_bytes: int | None, share: Share | None, partial: bool) -> StageReport:
-        start = time.monotonic()
+        start, told = time.monotonic(), False
         self.home.make()
         with disk_full_means_interrupted(self.home.path):
             lock = FileLock(self.home.lock_path)
             while not lock.acquire():
+                if not told and time.monotonic() - start > 1.0:
+                    told = True
+                    self._emit("stage_waiting", holder=lock.holder())
                 if self._stop():
                     raise InterruptedRunError(f"staging into {self.home.path} stopped while another process stages.")
                 time.sleep(0.05)
@@ -161,7 +165,8 @@ class _Stager:
     def _fill(self, capacity_bytes: int | None, share: Share | None, partial: bool, start: float) -> StageReport:
         wanted = self._wanted(capacity_bytes, share, partial)
         total = sum(shard.nbytes for shard in wanted)
-        check_capacity(capacity_bytes, total, f"the {len(wanted)} shards of this data set")
+        otherwise = "stream through a cache that is smaller than the data set (mode stream), "
+        check_capacity(capacity_bytes, total, f"the {len(wanted)} shards of this data set", otherwise=otherwise)
         self._open_as_data_set()
         planner = CachePlanner({}, capacity_bytes=capacity_bytes, in_flight=self._limits.in_flight)
         quarantined = fill_planner(planner, self.home, self.manifest, emit=self._emit)

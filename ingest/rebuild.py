@@ -103,12 +103,13 @@ def build_dataset(
     if not (folder / MANIFEST_NAME).exists():
         create_dataset(folder, header)
     total, done = sum(job.n for job in jobs), 0
+    size = sum(field.nbytes for field in header.fields)
     readers: dict[Path, ShardFiles] = {}
     with ManifestWriter(folder, epoch=1) as writer, contextlib.ExitStack() as stack:
         committed = {shard.shard_id for shard in writer.manifest.shards}
         for job in jobs:
             if emit is not None:
-                emit("work_progress", label=label, unit="samples", done=done, total=total)
+                emit("work_progress", label=label, unit="samples", done=done, total=total, bytes_a_unit=size)
             if stopped():
                 raise InterruptedRunError(f"Interrupted after {done} of {total} samples.")
             if job.shard_id not in committed:
@@ -122,7 +123,7 @@ def build_dataset(
                 writer.commit(published, split=job.record.split, producer=producer, generation=job.record.generation)
             done += job.n
     if emit is not None:
-        emit("work_progress", label=label, unit="samples", done=total, total=total)
+        emit("work_progress", label=label, unit="samples", done=total, total=total, bytes_a_unit=size)
 
 
 def _take_whole(job: ShardJob, folder: Path) -> PublishedShard:

@@ -19,7 +19,7 @@ import json
 import platform
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ def run_bench(
     """Measure, and return the document: `bench`, `machine`, `rows`, `control`, `scaling`, `targets`, `skipped`.
 
     Args:
-        links: of `LINKS`; None means four. Those that need root are skipped, and said so, where there is none.
+        links: of `LINKS`; None means four, the slowest with the first model only. Those that need root are skipped,
+            and said so, where there is none.
         models: of `MODELS`; None means the first three, with `full` all but the tiny one.
         methods: of `METHODS`, with "compute", "static/optimal" and one of ddp among them; fewer get more rounds.
         seconds: to measure each model on each link, after warming up; None means 8, with `full` 60.
@@ -81,7 +82,8 @@ def run_bench(
     """
     if beside is None:
         beside = links is None and models is None
-    links = tuple(links or _DEFAULT_LINKS)
+    chosen = tuple(links or ())
+    links = chosen or _DEFAULT_LINKS
     models = tuple(models or (m for m in MODELS if m in _DEFAULT_MODELS or (full and m != "fc-densenet-tiny")))
     methods = tuple(methods or (m for m in METHODS if full or not m.startswith("coordinator")))
     seconds = seconds or (60.0 if full else 8.0)
@@ -101,8 +103,9 @@ def run_bench(
                 control = control_rows()
                 targets += control_targets(control)
             for link in links:
+                here = models if full or link in chosen or link != _DEFAULT_LINKS[-1] else models[:1]
                 try:
-                    _on_link(link, models, methods, seconds, say, rows, targets, skipped)
+                    _on_link(link, here, methods, seconds, say, rows, targets, skipped)
                 except UsageError as error:
                     skipped.append({"link": link, "why": str(error)})
                     say(f"{link}: skipped: {error}")
@@ -171,7 +174,7 @@ def rows_and_targets(
     steps: dict[str, list[list[float]]] = measured["steps_s"]
     medians = {method: statistics.median(t for one in rounds for t in one) for method, rounds in steps.items()}
     compute = medians["compute"]
-    best_ddp = min((method for method in medians if method.startswith("ddp")), key=lambda method: medians[method])
+    best_ddp = _best((method for method in steps if method.startswith("ddp")), steps)
     ratio = float(measured["communication_s"]) / compute
     rows = []
     for method, rounds in steps.items():
@@ -225,7 +228,7 @@ def _targets(
         add("end of reduction / F(n) of the plan", measured["reduction_s"] / predicted, 1.05)
     if _STEP in steps:
         peers = [best_ddp, *(["fsdp2"] if "fsdp2" in steps else [])]
-        best = min(peers, key=lambda method: medians[method])
+        best = _best(peers, steps)
         value = _paired(steps[_STEP], steps[best])
         what = f'step time of overlap="step" / best of DDP and FSDP2 ({best}) at communication/compute {ratio:.2f}'
         if not slow:
@@ -237,6 +240,11 @@ def _targets(
             bound = max(medians[_TRAFFIC], measured["communication_s"])
             add('step time of overlap="step" / max(compute under traffic, communication)', medians[_STEP] / bound, 1.20)
     return found
+
+
+def _best(methods: Iterable[str], steps: Mapping[str, list[list[float]]]) -> str:
+    """The quickest of `methods`, each by its ratio to plain computation within each round."""
+    return min(methods, key=lambda method: _paired(steps[method], steps["compute"]))
 
 
 def _paired(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:

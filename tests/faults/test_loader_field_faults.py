@@ -197,7 +197,7 @@ def test_streaming_781_nothing_is_left_in_shared_memory_and_the_next_start_works
         "                            multiprocessing_context='fork'):\n"
         "        print(len(batch['uid']), flush=True)\n"
     )
-    before = {path.name for path in Path("/dev/shm").iterdir()}
+    before = _of_torch()
     for _ in range(2):
         command = [sys.executable, "-c", code, str(root)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -218,6 +218,6 @@ def test_streaming_781_nothing_is_left_in_shared_memory_and_the_next_start_works
     assert not left
 
 
-def _of_torch(names: set[str]) -> set[str]:
+def _of_torch() -> set[str]:
     """Others on the machine may use shared memory meanwhile."""
-    return {name for name in names if name.startswith(("torch_", "exitwave"))}
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch_", "exitwave"))}

@@ -1,7 +1,8 @@
 """Draw a step, from real Chrome traces: `python docs/engine_timeline.py docs/engine-timeline.png`.
 
 Two ranks on a link of 400 Mbit/s (network namespaces: needs root) train an FC-DenseNet, once with DDP's grouping (a cap
-of 25 MB) and once with the optimal one; a step of rank 0 is drawn. `--traces FOLDER` keeps the traces, for Perfetto.
+of 25 MB), once with the optimal one, and once with overlap "step"; a step of rank 0 is drawn. `--traces FOLDER` keeps
+the traces, for Perfetto.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ def length(spans: list[dict[str, Any]]) -> float:
 
 
 def draw(traces: dict[str, dict[str, Any]], target: Path) -> None:
-    """One panel a trace, the step of median length of the last three, on one scale."""
+    """One panel a trace, the step of median length of three late ones, on one scale."""
     figure, panels = plt.subplots(len(traces), 1, figsize=(7.2, 1.5 * len(traces)), sharex=True, squeeze=False)
     for panel, (title, trace) in zip(panels[:, 0], traces.items(), strict=True):
         last = max(e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X")
-        spans = sorted((spans_of_step(trace, step) for step in range(last - 2, last + 1)), key=length)[1]
+        spans = sorted((spans_of_step(trace, step) for step in range(last - 3, last)), key=length)[1]
         begun = min(e["ts"] for e in spans)
         for e in spans:
             row = list(_ROWS).index(e["cat"])
@@ -62,11 +63,15 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("--traces", type=Path)
     options = parser.parse_args()
-    traces = {"bytes:25": record_timeline("bytes:25"), "optimal": record_timeline("optimal")}
+    traces = {
+        "backward, bytes:25": record_timeline("bytes:25"),
+        "backward, optimal": record_timeline("optimal"),
+        "step": record_timeline("optimal", overlap="step"),
+    }
     if options.traces is not None:
         options.traces.mkdir(parents=True, exist_ok=True)
         for name, trace in traces.items():
-            path = options.traces / f"{name.replace(':', '-')}.json"
+            path = options.traces / f"{name.replace(', ', '-').replace(':', '-')}.json"
             path.write_text(json.dumps(trace), encoding="utf-8")
     draw(traces, options.target)
 

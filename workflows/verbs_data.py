@@ -30,7 +30,12 @@ DatasetFolder = Annotated[
 def init(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write; it must not exist.")],
     template: Annotated[
-        str, typer.Option("--template", metavar="NAME", help="quickstart (minutes) or reconstruct (hours).")
+        str,
+        typer.Option(
+            "--template",
+            metavar="NAME",
+            help="quickstart (minutes), reconstruct (hours), or a campaign: classify, regress, seed-small.",
+        ),
     ] = "quickstart",
     quiet: Quiet = False,
     debug: Debug = False,

@@ -221,6 +221,18 @@ def test_the_data_set_itself_is_never_evicted(tmp_path: Path) -> None:
     assert len(list(root.rglob("*.h5"))) == 4
 
 
+def test_the_last_copy_of_a_shard_is_never_evicted(tmp_path: Path) -> None:
+    root, cache = make_dataset(tmp_path / "d", "tttt"), tmp_path / "cache"
+    stage(root, cache)
+    shards = load_manifest(root).shards
+    (root / shards[3].path).unlink()  # what the capacity would evict first
+    events: list[str] = []
+    size = shards[0].nbytes
+    report = stage(root, cache, capacity_bytes=2 * size, partial=True, emit=lambda kind, **f: events.append(kind))
+    assert (report.shards, report.evicted, events.count("cache_last_copy")) == (2, 1, 1)
+    assert np.array_equal(open_dataset(root, cache=cache)[12]["cbed"], sample(3, 0)[2]["cbed"])
+
+
 def test_what_a_reader_holds_is_not_evicted(tmp_path: Path) -> None:
     root, cache = make_dataset(tmp_path / "d", "tt"), tmp_path / "cache"
     stage(root, cache)

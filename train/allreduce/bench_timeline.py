@@ -21,28 +21,32 @@ __all__ = ["record_timeline"]
 _STEPS = WARM_PASSES + MEASURED_PASSES + 4
 
 
-def record_timeline(grouping: str, *, link: str = "400mbit", model: str = "fc-densenet", batch: int = 6) -> Any:
+def record_timeline(
+    grouping: str, *, overlap: str = "backward", link: str = "400mbit", model: str = "fc-densenet", batch: int = 6
+) -> Any:
     """The trace of two ranks that take a few steps. Raises `UsageError` where the link cannot be made."""
     with open_link(link) as ranks, tempfile.TemporaryDirectory(prefix="exitwave-bench-") as folder:
         out = Path(folder) / "trace.json"
-        arguments = ["--model", model, "--grouping", grouping, "--batch", str(batch), "--out", str(out)]
+        arguments = ["--model", model, "--grouping", grouping, "--overlap", overlap]
+        arguments += ["--batch", str(batch), "--out", str(out)]
         ranks.run("exitwave.train.allreduce.bench_timeline", arguments, limit_s=120)
         return json.loads(out.read_text(encoding="utf-8"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("model", "grouping", "out"):
+    for name in ("model", "grouping", "overlap", "out"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--batch", type=int, required=True)
     options = meet(parser)
     model, x = make(options.model, options.batch)
-    engine = GroupedAllreduce(model, grouping=options.grouping, timeline=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    engine = GroupedAllreduce(model, grouping=options.grouping, overlap=options.overlap, timeline=True)
+    optimizer = engine.wrap(torch.optim.SGD(model.parameters(), lr=1e-4))
     for _ in range(_STEPS):
         optimizer.zero_grad(set_to_none=True)
         engine(x).square().mean().backward()
         optimizer.step()
+    engine.state_dict()  # what overlap="step" leaves behind the last step is over
     engine.write_timeline(Path(options.out))
     engine.close()
     dist.barrier()

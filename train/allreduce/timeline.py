@@ -55,7 +55,7 @@ class Timeline:
 
     def to_json(self) -> bytes:
         """For other ranks."""
-        return json.dumps([[s.kind, s.name, s.begin_s, s.end_s, s.step, s.nbytes] for s in self.spans]).encode()
+        return json.dumps([[s.kind, s.name, s.begin_s, s.end_s, s.step, s.nbytes] for s in list(self.spans)]).encode()
 
     @staticmethod
     def from_json(text: bytes) -> list[Span]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -84,10 +84,11 @@ def stage(
     """Makes every shard of `dataset` ready in `cache`; called again, it copies only what is not.
 
     `dataset` is a folder, or a URL that fsspec opens.
-    `emit(kind, **fields)` is told stage_started, stage_progress (bytes, total), stage_finished, and of single shards
-    cache_ready, cache_evicted, cache_retry, cache_quarantined, cache_disk_full, cache_source_damaged. `stop` (an event
-    or a function) ends it between two chunks. `share`: only this node's share of the shards. `partial`: as many as the
-    capacity holds, in the order of the manifest, rather than all. `limits`: see `Limits`.
+    `emit(kind, **fields)` is told stage_waiting (another process stages), stage_started, stage_progress (bytes, total),
+    stage_finished, and of single shards cache_ready, cache_evicted, cache_retry, cache_quarantined, cache_disk_full,
+    cache_source_damaged, cache_last_copy. `stop` (an event or a function) ends it between two chunks. `share`: only
+    this node's share of the shards. `partial`: as many as the capacity holds, in the order of the manifest, rather than
+    all. `limits`: see `Limits`.
     `peers`: the other nodes; each shard is then read from the data set by one of them (see `peers_staging`), and this
     call returns when no node needs this one any more.
 
@@ -106,6 +107,20 @@ def _asked(stop: Stop | None) -> Callable[[], bool]:
     if stop is None:
         return lambda: False
     return stop.is_set if isinstance(stop, threading.Event) else stop
+
+
+def _holders_before(share: Share, peers: PeerOptions, shard_ids: Sequence[str]) -> Callable[[str], Sequence[str]]:
+    """Whom to ask for a shard of a share: the node that had it in the epoch before."""
+    if len(peers.nodes) != share.nodes or peers.nodes[share.node] != peers.me:
+        raise UsageError(
+            f"share {share.node + 1} of {share.nodes} with {len(peers.nodes)} peers: expected as many peers as shares, "
+            f"and {peers.me} as number {share.node + 1} of them"
+        )
+    if share.epoch == 0:
+        return lambda shard_id: ()
+    dealt = shares(shard_ids, share.nodes, epoch=share.epoch - 1, exchange=share.exchange)
+    held = {shard_id: peers.nodes[node] for node, share_ in enumerate(dealt) for shard_id in share_}
+    return lambda shard_id: [held[shard_id]] if shard_id in held else []
 
 
 class _Stager:
@@ -130,11 +145,14 @@ class _Stager:
         self._last_progress = 0.0
 
     def run(self, capacity_bytes: int | None, share: Share | None, partial: bool) -> StageReport:
-        start = time.monotonic()
+        start, told = time.monotonic(), False
         self.home.make()
         with disk_full_means_interrupted(self.home.path):
             lock = FileLock(self.home.lock_path)
             while not lock.acquire():
+                if not told and time.monotonic() - start > 1.0:
+                    told = True
+                    self._emit("stage_waiting", holder=lock.holder())
                 if self._stop():
                     raise InterruptedRunError(f"staging into {self.home.path} stopped while another process stages.")
                 time.sleep(0.05)
@@ -147,14 +165,15 @@ class _Stager:
     def _fill(self, capacity_bytes: int | None, share: Share | None, partial: bool, start: float) -> StageReport:
         wanted = self._wanted(capacity_bytes, share, partial)
         total = sum(shard.nbytes for shard in wanted)
-        check_capacity(capacity_bytes, total, f"the {len(wanted)} shards of this data set")
+        otherwise = "stream through a cache that is smaller than the data set (mode stream), "
+        check_capacity(capacity_bytes, total, f"the {len(wanted)} shards of this data set", otherwise=otherwise)
         self._open_as_data_set()
         planner = CachePlanner({}, capacity_bytes=capacity_bytes, in_flight=self._limits.in_flight)
         quarantined = fill_planner(planner, self.home, self.manifest, emit=self._emit)
         reused = sum(s.nbytes for s in wanted if planner.state(s.shard_id) is State.READY)
         storage = StorageSource(self._storage)
         planner.needs(s.shard_id for s in (wanted if self._peers is None else self._peers.order(wanted)))
-        peers = self._join(planner, storage)
+        peers = self._join(planner, storage, share)
         run = StagingRun(
             self.home,
             self.manifest.shards,
@@ -233,15 +252,20 @@ class _Stager:
             wanted = [s for s, end in zip(wanted, ends, strict=True) if end <= capacity_bytes]
         return wanted
 
-    def _join(self, planner: CachePlanner, storage: StorageSource) -> PeerSources | None:
+    def _join(self, planner: CachePlanner, storage: StorageSource, share: Share | None) -> PeerSources | None:
         if self._peers is None:
             return None
+        holders: Callable[[str], Sequence[str]] | None = None
+        if share is not None:
+            holders = _holders_before(share, self._peers, [s.shard_id for s in self.manifest.shards])
 
         def status(shard_id: str) -> Status:
             needed = planner.next_use(shard_id) != float("inf")
             return "coming" if needed and planner.state(shard_id) not in (State.READY, State.PINNED) else "no"
 
-        return PeerSources(self._peers, self.home, storage, dataset_id=self.manifest.header.dataset_id, status=status)
+        return PeerSources(
+            self._peers, self.home, storage, dataset_id=self.manifest.header.dataset_id, status=status, holders=holders
+        )
 
     def _check(self, run: StagingRun, reused: int, total: int) -> None:
         done = reused + run.counts.copied

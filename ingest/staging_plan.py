@@ -290,10 +290,10 @@ def window_bytes(order: Iterable[str], sizes: Mapping[str, int], window: int) ->
     return most
 
 
-def check_capacity(capacity_bytes: int | None, needed: int, what: str) -> None:
+def check_capacity(capacity_bytes: int | None, needed: int, what: str, *, otherwise: str = "") -> None:
     """UsageError naming the minimum when the capacity is below `needed` bytes, which are those of `what`."""
     if capacity_bytes is not None and capacity_bytes < needed:
         raise UsageError(
             f"capacity of {capacity_bytes} bytes is too small: expected at least {needed} bytes for {what}. Give a "
-            "larger capacity, or train from the data set itself."
+            f"larger capacity, {otherwise}or train from the data set itself."
         )

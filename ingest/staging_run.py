@@ -24,7 +24,7 @@ import xxhash
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, write_atomic
-from exitwave.ingest.peers import PeerBusyError
+from exitwave.ingest.peers import PeerBusyError, PeerLacksError
 from exitwave.ingest.records import ShardRecord
 from exitwave.ingest.staging_home import CacheHome
 from exitwave.ingest.staging_plan import CachePlanner, State
@@ -76,6 +76,7 @@ class Sources(Protocol):
 
     def choose(self, shard: ShardRecord) -> Source: ...
     def failed(self, source: Source) -> None: ...
+    def lacks(self, source: Source, shard: ShardRecord) -> None: ...
     def worked(self, source: Source) -> None: ...
 
 
@@ -94,6 +95,9 @@ class StorageSource:
         return self
 
     def failed(self, source: Source) -> None:
+        pass
+
+    def lacks(self, source: Source, shard: ShardRecord) -> None:
         pass
 
     def worked(self, source: Source) -> None:
@@ -125,6 +129,7 @@ class _Copy:
     error: str = ""
     full: bool = False
     busy: bool = False
+    lacked: bool = False
     opened: bool = False
     given_up: bool = False
     watched_at: float = field(default_factory=time.monotonic)
@@ -357,6 +362,9 @@ class StagingRun:
                 trouble.not_before = now + random.uniform(0.02, 0.2)
                 return
         trouble.busy_since = None
+        if copy.lacked:
+            self._sources.lacks(copy.source, copy.shard)
+            return
         trouble.failures += 1
         self._sources.failed(copy.source)
         self.counts.retries += 1
@@ -416,6 +424,8 @@ class StagingRun:
                 copy.digest = self._pour(reader, copy)
             finally:
                 reader.close()
+        except PeerLacksError as error:
+            copy.lacked, copy.error = True, str(error)
         except PeerBusyError:
             copy.busy, copy.error = True, f"{copy.source.name} has not got it yet"
         except OSError as error:

@@ -75,6 +75,8 @@ def stage_dataset(
 
     def run(to: Callable[[Mapping[str, Any]], None]) -> Any:
         def emit(kind: str, **fields: Any) -> None:
+            if kind == "stage_waiting":
+                session.note(f"{cache}: waiting for the process that stages there ({fields['holder']})")
             to({"kind": kind, **fields})
 
         with session.finishing("the shards in hand"):

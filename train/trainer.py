@@ -395,6 +395,7 @@ def _checkpoint(training: _Training) -> None:
     if training.saved_step == training.step:
         return
     began = time.perf_counter()
+    _refuse_to_save_what_is_lost(training)
     progress = Progress(step=training.step, elapsed_s=training.clock_s(), sampler=training.sampler.state_dict())
     with whole_optimizer(training.optimizer) as optimizer:
         path = save_checkpoint(
@@ -407,6 +408,20 @@ def _checkpoint(training: _Training) -> None:
         )
     training.saved_step = training.step
     training.emit("train_checkpoint", step=training.step, path=path.name, seconds=time.perf_counter() - began)
+
+
+def _refuse_to_save_what_is_lost(training: _Training) -> None:
+    """A finite loss may have had gradients that were not, and then the next loss comes too late for the checkpoint.
+
+    All ranks hold the same parameters, so all raise.
+    """
+    with training.engine.full_parameters():
+        for name, parameter in training.module.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise ExitwaveError(
+                    f"step {training.step}: parameter {name} is not finite; nothing was saved, the checkpoint before "
+                    "stands; lower optimizer.lr, or set optimizer.clip"
+                )
 
 
 def _finish(training: _Training) -> TrainResult:

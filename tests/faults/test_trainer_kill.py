@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import train_data
 import train_launch
 
-from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
+from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError
+from exitwave.train import trainer
 from exitwave.train.run import load_model, read_curve
 from exitwave.train.spec import TrainSpec
 from exitwave.train.state import latest_checkpoint
@@ -76,6 +79,22 @@ def test_after_kill_9_of_a_rank_the_run_resumes_to_the_sample(data, undisturbed,
     assert code == 0, output
     assert _curve(out) == undisturbed, f"rank {rank} killed at step {step}"
     assert len(list((out / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+def test_torchrun_restarts_the_ranks_and_they_resume(data, undisturbed, tmp_path, overlap):
+    out = tmp_path / "run"
+    spec = {**SPEC, "engine": {**SPEC["engine"], "overlap": overlap}}
+    code, output = train_launch.launch(2, spec=spec, data=data, out=out, kill={"rank": 1, "step": 13}, max_restarts=1)
+    assert code == 0, output
+    assert len(re.findall(r"^pid ", output, re.MULTILINE)) == 4, output  # both ranks, twice
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [(e["kind"], e["step"]) for e in events if e["kind"] in ("train_started", "train_resumed")] == [
+        ("train_started", 0),
+        ("train_resumed", 10),
+    ]
+    assert np.allclose(_curve(out), undisturbed, rtol=1e-4, atol=0)
 
 
 def test_resumes_on_another_number_of_ranks(data, undisturbed, tmp_path):
@@ -192,6 +211,26 @@ def test_a_flipped_bit_in_a_shard_stops_all_ranks_naming_the_sample(tmp_path):
     failed = re.findall(r"rank (\d): DamagedDataError: (.*)", output)
     assert {rank for rank, _ in failed} == {"0", "1"}, output
     assert all(shard.stem in text for _, text in failed)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_parameters_that_are_not_finite_are_never_saved(data, tmp_path, last, monkeypatch):
+    """With overlap "step" and no clipping nobody looks at gradients: a checkpoint of NaN could never be resumed."""
+    spec = {**SPEC, "steps": 5 if last else 8, "engine": {**SPEC["engine"], "overlap": "step"}}
+    step = trainer._step
+
+    def poisoned(training, batch):
+        loss = step(training, batch)
+        if training.step == 4:  # the fifth, after which a checkpoint is due
+            with torch.no_grad():
+                next(training.module.parameters()).fill_(float("nan"))
+        return loss
+
+    monkeypatch.setattr(trainer, "_step", poisoned)
+    with pytest.raises(ExitwaveError, match=r"step 5: .* not finite; nothing was saved"):
+        train(TrainSpec.model_validate(spec), data=data, out=tmp_path / "run", threads=1)
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") is None
+    assert not (tmp_path / "run" / "model.pt").exists()
 
 
 def test_model_is_safe_to_load(data, tmp_path):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,38 @@ def the_host_of_the_store_is_killed(rank: int, report: Report) -> None:
     report.expect("host", StallError, lambda: step(engine))
 
 
+def killed_in_mid_collective(overlap: str, size: int, rank: int, report: Report) -> None:
+    """The last rank is killed when its part of a collective of megabytes has begun."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    engine = GroupedAllreduce(model, overlap=overlap, grouping="count:2", timeout_s=LIMIT_S)
+    optimizer = engine.wrap(torch.optim.SGD(model.parameters(), lr=1e-3))
+
+    def train() -> None:
+        optimizer.zero_grad()
+        engine(torch.ones(2, 1024)).sum().backward()
+        optimizer.step()
+
+    train()
+    with engine.full_parameters():
+        dist.barrier()
+    if rank == size - 1:
+        at, name = (engine.data, "allreduce") if overlap == "backward" else (engine._ring, "reduce_scatter")
+        start = getattr(at, name)
+
+        def start_and_die(*arguments: object) -> None:
+            start(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(at, name, start_and_die)
+    report.expect("killed", StallError, lambda: (train(), train()))
+
+
+KILLED = {
+    f"killed_{overlap}_{size}": (partial(killed_in_mid_collective, overlap, size), size)
+    for overlap in ("backward", "step")
+    for size in (2, 4)
+}
 SCENARIOS = {
     scenario.__name__: (scenario, size)
     for scenario, size in [
@@ -122,16 +155,20 @@ SCENARIOS = {
 
 
 def main(name: str, rank: int, port: int, folder: Path) -> None:
-    scenario, size = SCENARIOS[name]
+    scenario, size = {**SCENARIOS, **KILLED}[name]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     scenario(rank, Report(folder / f"{name}.{rank}.json"))
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[tuple[str, int], dict]:
-    folder = tmp_path_factory.mktemp("failures")
+    return run(SCENARIOS, tmp_path_factory.mktemp("failures"))
+
+
+def run(scenarios: dict, folder: Path) -> dict[tuple[str, int], dict]:
+    """All at once: (scenario, rank) -> exit code, stderr and report."""
     processes: dict[tuple[str, int], subprocess.Popen] = {}
-    for name, (_, size) in SCENARIOS.items():
+    for name, (_, size) in scenarios.items():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -180,6 +217,18 @@ def test_a_killed_rank_is_named_by_the_others(reports):
         message = said(reports, "lost_submissions", rank, "killed", within_s=LIMIT_S + 4)
         assert "rank 2 died: no sign of life" in message
         assert "missing" in message and "0.weight" in message
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_rank_that_is_killed_in_mid_collective_is_named(tmp_path, overlap, size):
+    name = f"killed_{overlap}_{size}"
+    reports = run({name: KILLED[name]}, tmp_path)
+    assert reports[name, size - 1]["code"] == -signal.SIGKILL
+    for rank in range(size - 1):
+        message = said(reports, name, rank, "killed", within_s=LIMIT_S + 8)
+        assert f"rank {size - 1} died: no sign of life" in message
+        assert reports[name, rank]["code"] == 0, reports[name, rank]["stderr"]
 
 
 def test_a_call_that_one_rank_never_makes(reports):

@@ -33,7 +33,8 @@ FP64_SPEC: dict[str, Any] = {**SPEC, "precision": "fp64", "optimizer": {"lr": 2e
 
 def start(ranks: int, job: dict[str, Any]) -> subprocess.Popen[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(RANK)]
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={job.pop('max_restarts', 0)}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(RANK)]
     job = {**job, "data": str(job["data"]), "out": str(job["out"])}
     return subprocess.Popen(
         [*command, json.dumps(job)],

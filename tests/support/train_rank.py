@@ -30,7 +30,8 @@ def main() -> int:
         asked += 1
         for deed in ("kill", "stop"):
             wanted = job.get(deed)
-            if wanted and wanted["rank"] == rank and asked == wanted["step"]:
+            first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"  # a restart is left in peace
+            if wanted and first and wanted["rank"] == rank and asked == wanted["step"]:
                 if deed == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 stopping = True

@@ -11,14 +11,14 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.transport import Handle, Transport
 
-__all__ = ["MismatchError", "broadcast_tensors", "describe", "first_difference", "verify_same"]
+__all__ = ["MismatchError", "SameSettings", "broadcast_tensors", "describe", "first_difference", "verify_same"]
 
 T = TypeVar("T")
 _CHUNK_BYTES = 32 * 2**20
@@ -68,6 +68,31 @@ def verify_same(
     raise MismatchError(first_difference(rows) or "ranks hold different signatures")
 
 
+class SameSettings:
+    """Descriptions that may change from step to step, compared behind the work: 16 bytes, waited for a step later."""
+
+    def __init__(self, control: Transport) -> None:
+        self._control = control
+        self._pending: tuple[Handle[torch.Tensor], Mapping[str, str]] | None = None
+
+    def compare(self, description: Mapping[str, str]) -> None:
+        """Start the comparison; every rank does."""
+        text = json.dumps(list(description.items())).encode()
+        own = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+        handle = self._control.allreduce(torch.tensor([own, -own], dtype=torch.int64), "min")
+        self._pending = handle, description
+
+    def verify(self, wait: Callable[[Handle[Any], str], Any]) -> None:
+        """Raise `MismatchError` on every rank if the last comparison, if any, found a difference."""
+        if self._pending is None:
+            return
+        handle, description = self._pending
+        self._pending = None
+        least, negative = wait(handle, "the comparison of the optimizer's settings").tolist()
+        if least != -negative:
+            verify_same(self._control, description, wait)
+
+
 def broadcast_tensors(
     data: Transport,
     tensors: Sequence[torch.Tensor],
@@ -86,8 +111,16 @@ def broadcast_tensors(
                 offset = 0
                 for tensor, piece in zip(here[first:last], flat[first:last], strict=True):
                     received = joined[offset : offset + piece.numel()].clone()  # clone: aligned for any dtype
-                    tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+                    _once(tensor).copy_(_once(received.view(tensor.dtype).view(tensor.shape), like=tensor))
                     offset += piece.numel()
+
+
+def _once(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """The part of `tensor` that `like`, perhaps an expanded tensor, holds in memory once."""
+    for dim, stride in enumerate((tensor if like is None else like).stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _chunks(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ follows may change between two passes.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -33,6 +34,16 @@ from exitwave.train.transport import Handle, Transport
 __all__ = ["BackwardPass"]
 
 
+class _End:
+    """What autograd calls at the end of a pass, and lets go of when an exception breaks the pass off."""
+
+    def __init__(self, engine: BackwardPass) -> None:
+        self._engine = engine
+
+    def __call__(self) -> None:
+        self._engine._finish()
+
+
 class BackwardPass(ModuleFacade):
     """The engine's part that autograd calls."""
 
@@ -56,6 +67,7 @@ class BackwardPass(ModuleFacade):
     _weight: float
     _sync: bool
     _running: bool  # between the first hook of a reduced backward pass and its end
+    _end: weakref.ref[_End]  # of the pass that runs
     _finite: bool | None
     _closed: bool
     _forward_begun: float  # the last one, as the two below
@@ -68,7 +80,11 @@ class BackwardPass(ModuleFacade):
             return
         if not self._running:
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            end = _End(self)
+            self._end = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        elif self._end() is None:  # the pass that began this reduction was broken off by an exception
+            self._refuse_after_a_broken_pass()
         if i is None:
             return
         if self._tuner is not None and self._tuner.listens:
@@ -134,12 +150,13 @@ class BackwardPass(ModuleFacade):
 
     def _all_finite(self) -> bool:
         if self._data is None or self._control is None:
-            gradients = [p.grad for p in self._parameters_by_name.values() if p.grad is not None]
-            return all(bool(torch.isfinite(g).all()) for g in gradients)
+            trained = [*self._parameters_by_name.values(), *self._sparse.values()]
+            return all(bool(torch.isfinite(_values(p.grad)).all()) for p in trained if p.grad is not None)
         self._check_open()
         # min and max carry NaN and infinities; one pass, no temporary.
         assert self._reducer is not None
-        ends = [torch.stack(torch.aminmax(row)) for row in self._reducer.reduced() if row.numel()]
+        rows = [*self._reducer.reduced(), *(_values(p.grad) for p in self._sparse.values() if p.grad is not None)]
+        ends = [torch.stack(torch.aminmax(row)) for row in rows if row.numel()]
         own = all(bool(torch.isfinite(end).all()) for end in ends)
         flag = torch.tensor([int(own)], dtype=torch.int64)
         return bool(self.wait(self._control.allreduce(flag, "and"), "the finite flag").item())
@@ -157,6 +174,7 @@ class BackwardPass(ModuleFacade):
             schedule=self._make_schedule,
             counters=self.counters,
             timeline=self._timeline,
+            ranks=self.world_size,
         )
 
     def _make_wire(self, buffers: FusionBuffers) -> Wire:
@@ -216,10 +234,19 @@ class BackwardPass(ModuleFacade):
         if self._closed:
             raise UsageError("the engine was closed: wrap the module again")
         if self._running and torch._C._current_graph_task_id() == -1:  # -1: not within a backward pass
-            self.fail(UsageError("the previous backward pass did not reach its end: its gradients are half reduced"))
+            self._refuse_after_a_broken_pass()
+
+    def _refuse_after_a_broken_pass(self) -> NoReturn:
+        self.fail(UsageError("the previous backward pass did not reach its end: its gradients are half reduced"))
 
     def _note(self) -> Progress:
         """For the heartbeat thread: reads only, tolerates any moment."""
         phase = "backward" if self._running else "idle"
         missing = self._reducer.missing() if self._reducer is not None else ()
+        if not self._running:
+            missing = (*missing, *self._sparse)
         return Progress(step=self.counters.steps, phase=phase, missing=missing)
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from exitwave.train.allreduce.stall import Watch
 from exitwave.train.allreduce.step_mode import StepMode, open_step_ring, plan_for_steps
 from exitwave.train.allreduce.timeline import Timeline, to_chrome
 from exitwave.train.allreduce.tuning import Planning, Tuner, agree_on_link, measure_link
+from exitwave.train.allreduce.unchanged import Unchanged, refuse_shared_memory
 from exitwave.train.allreduce.wire import Nodes
 from exitwave.train.transport import TorchTransport, Transport
 
@@ -61,7 +62,8 @@ class GroupedAllreduce(BackwardPass):
         optimizer.step()
 
     Parameters and buffers are made equal to rank 0's at construction, after all ranks compared names, shapes and
-    dtypes; a mismatch raises `MismatchError` on every rank. Gradients are views of the engine's buffers: keep a
+    dtypes; a mismatch raises `MismatchError` on every rank. An engine that wrapped the module before is closed.
+    Gradients are views of the engine's buffers: keep a
     clone, not a reference, past the next backward.
 
     Args:
@@ -104,6 +106,8 @@ class GroupedAllreduce(BackwardPass):
     ) -> None:
         super().__init__()
         check_options(protocol, overlap, compression, timeout_s, node_size)
+        if any(isinstance(part, GroupedAllreduce) for part in module.modules()):
+            raise UsageError("the module is, or holds, a GroupedAllreduce: wrap engine.module after engine.close()")
         self.module = module
         named = list(module.named_parameters())  # a shared parameter appears once, under its first name
         self._sparse = sparse_parameters(module)
@@ -111,7 +115,7 @@ class GroupedAllreduce(BackwardPass):
             raise UsageError(f"overlap='step' does not serve sparse gradients: {', '.join(self._sparse)}")
         dense = [(n, p) for n, p in reversed(named) if p.requires_grad and n not in self._sparse]  # ≈ ready order
         self._parameters_by_name = dict(dense)
-        self.plan = plan_module(module, self._parameters_by_name, grouping)
+        self.plan = plan_module(module, self._parameters_by_name, grouping, sparse=bool(self._sparse))
         self.planning: Planning | None = None  # how the optimal plan came about, once it has
         self.counters = Counters()
         self._timeline = Timeline() if timeline else None
@@ -127,6 +131,7 @@ class GroupedAllreduce(BackwardPass):
         self._closed = False
         self._forward_begun = self._backward_begun = self._ended = time.perf_counter()  # the last ones
         self._hooks: list[Any] = []
+        self._unchanged: Unchanged | None = None
         self._data: Transport | None = None
         self._control: Transport | None = None
         if transports is None:
@@ -159,6 +164,9 @@ class GroupedAllreduce(BackwardPass):
         except BaseException:
             self._watch.close()
             raise
+        trained = {**self._parameters_by_name, **self._sparse}
+        _close_engines_of(trained.values())
+        self._unchanged = Unchanged(module, trained)
         for i, parameter in enumerate(self._parameters_by_name.values()):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, i)))
         for parameter in self._sparse.values():
@@ -168,6 +176,8 @@ class GroupedAllreduce(BackwardPass):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
+        if self._unchanged is not None and torch.is_grad_enabled():
+            self._check_unchanged(self._unchanged)
         self._forward_begun = time.perf_counter()
         return self.module(*args, **kwargs)
 
@@ -257,7 +267,12 @@ class GroupedAllreduce(BackwardPass):
         assert self._control is not None
         if self._reducer is not None:
             raise UsageError("wrap was called before: one engine, one optimizer")
+        assert self._unchanged is not None
+        self._check_unchanged(self._unchanged)
         try:
+            shared = refuse_shared_memory(self.module, self._parameters_by_name)
+            if shared is not None:
+                raise UsageError(shared)
             param_groups = check_optimizer(optimizer, self._parameters_by_name, elementwise=elementwise)
             verify_same(self._control, describe_optimizer(optimizer, param_groups), self.wait)
         except UsageError as error:
@@ -274,6 +289,7 @@ class GroupedAllreduce(BackwardPass):
             counters=self.counters,
             timeline=self._timeline,
         )
+        self._unchanged = Unchanged(self.module, self._parameters_by_name, pinned=True)
         return self._reducer.optimizer
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -347,6 +363,11 @@ class GroupedAllreduce(BackwardPass):
         if self._data is not None:
             self._watch.close()
 
+    def _check_unchanged(self, unchanged: Unchanged) -> None:
+        problem = unchanged.problem()
+        if problem is not None:
+            self.fail(UsageError(f"rank {self.control.rank}: {problem}"))
+
     # ---------------------------------------------------------------------------------------------- construction
 
     def _agree(self) -> None:
@@ -374,7 +395,7 @@ class GroupedAllreduce(BackwardPass):
         """Prepare the second plan, where one is asked for."""
         assert self._data is not None
         chosen = groups.parse_grouping(grouping) if isinstance(grouping, str) else grouping
-        if not isinstance(chosen, groups.Optimal):
+        if not isinstance(chosen, groups.Optimal) or not self._parameters_by_name:
             return
         device = next(iter(self._parameters_by_name.values())).device
         nbytes = sum(group.nbytes for group in self.plan.groups)
@@ -385,3 +406,12 @@ class GroupedAllreduce(BackwardPass):
             assert self._control is not None
             link = agree_on_link(link, self._control, self.wait)
             self.plan = plan_module(self.module, self._parameters_by_name, plan_for_steps(chosen, nbytes, link))
+
+
+def _close_engines_of(parameters: Iterable[nn.Parameter]) -> None:
+    """Two engines would both reduce: wrong by a factor, and nobody may hold the older one any more to close it."""
+    for parameter in parameters:
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            owner = getattr(getattr(hook, "func", None), "__self__", None)
+            if isinstance(owner, GroupedAllreduce):
+                owner.close()

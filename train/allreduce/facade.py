@@ -16,6 +16,15 @@ class ModuleFacade(nn.Module):
     """Holds `module`; whoever inherits says what `forward` does."""
 
     module: nn.Module
+    _data: Any  # the connections to other ranks; None on one rank
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._data is None:
+            return super().__reduce_ex__(protocol)
+        raise UsageError(
+            "an engine holds connections to other ranks and cannot be copied or pickled: copy engine.module "
+            "(within engine.full_parameters()), or save engine.state_dict()"
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's own, without a prefix."""

@@ -19,7 +19,7 @@ import torch
 
 from exitwave.train.allreduce.groups import GroupPlan
 
-__all__ = ["FusionBuffers", "runs_of"]
+__all__ = ["FusionBuffers", "runs_of", "weights_do_not_add_up"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,10 @@ class FusionBuffers:
         """The arena in which a tensor group lies."""
         return self._slices[group].arena
 
+    def dtype_of(self, group: int) -> torch.dtype:
+        """Of a group's gradients."""
+        return self.arenas[self._slices[group].arena].dtype
+
     def gradients_of(self, group: int) -> torch.Tensor:
         """The flat slice that holds a group's gradients, one after the other, without the tail."""
         place = self._slices[group]
@@ -94,6 +98,20 @@ class FusionBuffers:
         place = self._slices[group]
         weight, *used = self.arenas[place.arena][place.tail : place.stop].tolist()
         return weight, [count > 0.5 for count in used]
+
+
+def weights_do_not_add_up(weight: float, whole: float, ranks: int, dtype: torch.dtype) -> str | None:
+    """What to say when `weight`, summed over `ranks` in `dtype`, is surely not `whole`; None if it may be.
+
+    A sum of W terms in a type of unit roundoff u is off by up to W · u of it: 16 bits and hundreds of ranks say little.
+    """
+    tolerance = max(0.05, ranks * torch.finfo(dtype).eps / 2)
+    if abs(weight - whole) < tolerance * whole:
+        return None
+    return (
+        f"the ranks' weights add up to {weight:.4g}, expected {whole:.4g}: the n_local given to "
+        "set_local_batch do not add up to n_global over the ranks"
+    )
 
 
 def _dense_strides(like: torch.Tensor) -> tuple[int, ...]:

@@ -18,10 +18,15 @@ _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def plan_module(
-    module: nn.Module, trainable: Mapping[str, torch.Tensor], grouping: str | groups.Grouping | GroupPlan
+    module: nn.Module,
+    trainable: Mapping[str, torch.Tensor],
+    grouping: str | groups.Grouping | GroupPlan,
+    *,
+    sparse: bool = False,
 ) -> GroupPlan:
     """The tensor groups of a module's `trainable` parameters (name -> parameter, in the order they become ready).
 
+    `sparse`: there are parameters with sparse gradients beside them, so that `trainable` may be empty.
     A `GroupPlan` is taken as it is, if it fits. Raises `UsageError` for parameters whose gradients cannot be averaged.
     """
     for name, parameter in module.named_parameters():
@@ -29,10 +34,12 @@ def plan_module(
             raise UsageError(f"{name} has no shape yet: run the lazy module once before wrapping it")
         if name in trainable and parameter.dtype not in _SUMMABLE:
             raise UsageError(f"{name} is {describe(parameter)}: gradients of this dtype cannot be averaged")
-    if not trainable:
+    if not trainable and not sparse:
         raise UsageError("the module has no parameter that requires a gradient: nothing to reduce")
     infos = tensor_infos(module, trainable)
     if not isinstance(grouping, GroupPlan):
+        if not isinstance(grouping, str) and not hasattr(grouping, "cut"):
+            raise UsageError(f"grouping: expected a name, an object of `groups` or a GroupPlan, got {grouping!r}")
         return groups.plan_groups(infos, groups.parse_grouping(grouping) if isinstance(grouping, str) else grouping)
     planned = {name: (group.dtype, group.device) for group in grouping.groups for name in group.names}
     actual = {info.name: (info.dtype, info.device) for info in infos}

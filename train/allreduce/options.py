@@ -13,6 +13,7 @@ __all__ = ["OVERLAPS", "PROTOCOLS", "check_options", "divisor_of", "group_size",
 
 PROTOCOLS = ("static", "bitvector", "coordinator")
 OVERLAPS = ("backward", "step")
+_LONGEST_S = 1e6  # some clocks below count in 32 bits of milliseconds or 64 of nanoseconds
 
 
 def refuse_ranks_that_never_met() -> None:
@@ -39,17 +40,23 @@ def check_options(
         raise UsageError("compression serves overlap='backward' in one level (without node_size)")
     if node_size is not None and overlap == "step":
         raise UsageError("node_size serves overlap='backward'")
-    if not timeout_s > 0:
-        raise UsageError(f"timeout_s must be positive, got {timeout_s}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
+        raise UsageError(f"timeout_s must be positive, in seconds, and at most {_LONGEST_S:g}, got {timeout_s!r}")
+    if node_size is not None and (not isinstance(node_size, int) or isinstance(node_size, bool)):
+        raise UsageError(f"node_size: expected a number of ranks, got {node_size!r}")
 
 
 def group_size(process_group: Any) -> int:
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise UsageError(f"expected a torch.distributed process group that this rank is in, got {process_group!r}")
     return dist.get_world_size(process_group if process_group is not None else dist.group.WORLD)
 
 
 def divisor_of(average_over: Any, world_size: int) -> int:
     if average_over is None:
         return world_size
+    if isinstance(average_over, bool | float | str):
+        raise UsageError(f"average_over: expected a number of ranks or a process group, got {average_over!r}")
     divisor = average_over if isinstance(average_over, int) else group_size(average_over)
     if not 1 <= divisor <= world_size or world_size % divisor:
         raise UsageError(f"average_over={divisor}: expected a divisor of the world size {world_size}")

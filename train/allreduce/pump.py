@@ -13,6 +13,7 @@ Other threads wait for a `Job` as for any `Handle`: the engine's watch can do it
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -76,6 +77,7 @@ class Pump:
         self._queue: deque[Job] = deque()
         self._news = threading.Condition()
         self._closed = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=_run, args=(self,), name=name, daemon=True)
         self._thread.start()
         _OPEN.add(self)
@@ -93,6 +95,8 @@ class Pump:
     def close(self) -> None:
         """Refuse further jobs and let the thread end. What is under way is not interrupted."""
         _OPEN.discard(self)
+        if os.getpid() != self._process:  # a forked child has no thread, and perhaps a lock that nobody releases
+            return
         with self._news:
             self._closed = True
             while self._queue:

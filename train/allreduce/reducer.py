@@ -22,7 +22,7 @@ from torch._utils import _flatten_dense_tensors
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.allreduce.agreement import describe
-from exitwave.train.allreduce.fusion import FusionBuffers
+from exitwave.train.allreduce.fusion import FusionBuffers, weights_do_not_add_up
 from exitwave.train.allreduce.groups import GroupPlan
 from exitwave.train.allreduce.schedules import Schedule, Wait
 from exitwave.train.allreduce.timeline import Timeline
@@ -79,8 +79,10 @@ class Reducer:
         schedule: Callable[[FusionBuffers], Schedule],
         counters: Counters,
         timeline: Timeline | None,
+        ranks: int,
     ) -> None:
         self.plan = plan
+        self._ranks = ranks
         self.buffers = FusionBuffers(plan, parameters)
         self._wire = wire(self.buffers)
         self._schedule = schedule(self.buffers)
@@ -168,11 +170,9 @@ class Reducer:
         """After `finish`: let `.grad` be the mean where any rank had a gradient. The weights must add up to `whole`."""
         for group, members in enumerate(self._members):
             weight, used = self.buffers.read_tail(group)
-            if not abs(weight - whole) < 0.05 * whole:  # loose: a float16 tail sums many small weights
-                raise UsageError(
-                    f"the ranks' weights add up to {weight:.4g}, expected {whole:.4g}: the n_local given to "
-                    "set_local_batch do not add up to n_global over the ranks"
-                )
+            problem = weights_do_not_add_up(weight, whole, self._ranks, self._wire.dtype_of(group))
+            if problem is not None:
+                raise UsageError(problem)
             if self._lacking[group]:
                 some_rank_used = dict(zip(members, used, strict=True))
                 for i in self._lacking[group]:

@@ -14,7 +14,7 @@ import io
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -72,10 +72,16 @@ def check_optimizer(
 def describe_optimizer(optimizer: torch.optim.Optimizer, param_groups: Sequence[int]) -> dict[str, str]:
     """What ranks must agree on, readable."""
     settings = {
-        f"optimizer parameter group {i}": ", ".join(f"{k}={v}" for k, v in sorted(group.items()) if k != "params")
+        f"optimizer parameter group {i}": ", ".join(
+            f"{k}={_plain(v)}" for k, v in sorted(group.items()) if k != "params"
+        )
         for i, group in enumerate(optimizer.param_groups)
     }
     return {"optimizer": type(optimizer).__name__, **settings, "parameters by group": str(list(param_groups))}
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def mark_unscaled(scaler: Any, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
@@ -91,6 +97,19 @@ def mark_unscaled(scaler: Any, optimizer: torch.optim.Optimizer, found_inf: torc
         raise UsageError("unscale_ was already called for this optimizer since the last update")
     state["found_inf_per_device"] = {found_inf.device: found_inf}
     state["stage"] = OptState.UNSCALED
+
+
+def refuse_step(plain: torch.optim.Optimizer) -> None:
+    """Whoever goes on with the optimizer that was wrapped would train nothing, without a word: its `step` says so."""
+
+    def step(*_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "overlap='step': this optimizer was wrapped; call step() of the one that engine.wrap(optimizer) returned"
+        )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler made before looks for its own mark
+    plain._opt_called = True  # type: ignore[attr-defined]
+    plain.step = step  # type: ignore[method-assign]
 
 
 class ShareStates:
@@ -247,6 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = plain.param_groups
         self._plain = plain
         self._begin_step, self._discard, self._collect, self._deal_out = step, discard, collect, deal_out
+        refuse_step(plain)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update this rank's shares and gather the parameters, behind what follows. Returns at once.

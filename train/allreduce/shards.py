@@ -23,6 +23,8 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from exitwave.ingest.errors import UsageError
+
 __all__ = ["GroupShards", "Piece", "Share", "cut_rows"]
 
 _ALIGN = 16  # elements: rows begin where vector registers like it
@@ -144,6 +146,13 @@ class GroupShards:
         """Write a member's gradient x `weight`, or zeros, to its place and let `.grad` go; False if it had none."""
         parameter, view = self.members[member], self._views[member]
         gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and (gradient.is_sparse or gradient.dtype != self.gradients.dtype):
+            kind = "sparse" if gradient.is_sparse else str(gradient.dtype).removeprefix("torch.")
+            expected = str(self.gradients.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"overlap='step': the gradient of a parameter {tuple(parameter.shape)} is {kind}, expected dense "
+                f"{expected}"
+            )
         if gradient is None or weight == 0.0:  # not 0·x: a rank without samples may hold NaN
             for piece in self._of_member[member]:
                 self._row_slice(self.gradients, piece).zero_()
@@ -162,7 +171,9 @@ class GroupShards:
         """Write all of a run of small members by two calls; False, nothing done, if one is not as it should be."""
         members, flat = self.batches[batch]
         gradients = [self.members[m].grad for m in members]
-        if weight == 0.0 or any(g is None or not g.is_contiguous() or g.dtype != flat.dtype for g in gradients):
+        if weight == 0.0 or any(
+            g is None or g.is_sparse or not g.is_contiguous() or g.dtype != flat.dtype for g in gradients
+        ):
             return False
         torch.mul(torch.cat([g.detach().view(-1) for g in gradients if g is not None]), weight, out=flat)
         for m in members:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import threading
 import time
 import warnings
@@ -145,6 +146,7 @@ class Watch:
         snapshot: Callable[[], Progress],
     ) -> None:
         self._left = threading.Event()
+        self._process = os.getpid()
         self.timeout_s = timeout_s
         self.interval_s = min(max(timeout_s / 20, 0.1), 2.0)
         self._board = board
@@ -198,6 +200,8 @@ class Watch:
     def close(self) -> None:
         """Stop the beats; say so."""
         _OPEN.discard(self)
+        if os.getpid() != self._process:  # a forked child that ends: this rank goes on
+            return
         if not self._left.is_set():
             self._left.set()
             if self._thread is not threading.current_thread():

@@ -32,7 +32,9 @@ from torch import nn
 
 from exitwave.ingest.errors import ExitwaveError, UsageError
 from exitwave.train.allreduce.access import watch_access
+from exitwave.train.allreduce.agreement import SameSettings
 from exitwave.train.allreduce.cost import LinkCost
+from exitwave.train.allreduce.fusion import weights_do_not_add_up
 from exitwave.train.allreduce.groups import ByBytes, GroupPlan, Optimal
 from exitwave.train.allreduce.pump import Job, Pump
 from exitwave.train.allreduce.reducer import Counters
@@ -41,6 +43,7 @@ from exitwave.train.allreduce.sharded_optimizer import (
     ShardedOptimizer,
     ShareStates,
     cut_states,
+    describe_optimizer,
     pack_states,
     whole_states,
 )
@@ -118,6 +121,7 @@ class StepMode:
         )
         self._pump = Pump("exitwave-step", note=self._note if timeline is not None else None)
         self.weight = self._whole = 1.0
+        self._settings = SameSettings(control)
         self._scale: float | None = None  # gradients are multiplied by it before the update
         self._ready = bytearray(len(listed))
         self._left = [len(members) for members in self._members]
@@ -141,6 +145,7 @@ class StepMode:
             )
         self._unwaited = frozenset(self._gathering)
         self.wait_for_gathers()
+        self._settings.verify(self._wait)
         self.weight = weight
 
     def ready(self, i: int) -> None:
@@ -220,6 +225,8 @@ class StepMode:
         jobs = self._reducing
         self._reducing = []
         scale, self._scale = self._scale, None
+        self._settings.verify(self._wait)
+        self._settings.compare(describe_optimizer(self.optimizer, ()))
         hyper = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         torch.autograd.graph.increment_version(self._parameters)  # a graph of before must not go backward any more
         for group in self._order:
@@ -238,11 +245,9 @@ class StepMode:
         """In the pump's thread: this rank's shares of one group."""
         shards = self.shards[group]
         weight, used = shards.read_tail()
-        if shards.shares and not abs(weight - self._whole) < 0.05 * self._whole:
-            raise UsageError(
-                f"the ranks' weights add up to {weight:.4g}, expected {self._whole:.4g}: the n_local given to "
-                "set_local_batch do not add up to n_global over the ranks"
-            )
+        problem = weights_do_not_add_up(weight, self._whole, self._control.size, shards.gradients.dtype)
+        if shards.shares and problem is not None:
+            raise UsageError(problem)
         if not all(used):
             self._split_unused(shards, used)
         first = 0
@@ -326,12 +331,13 @@ class StepMode:
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """The norm of the mean gradient over all parameters, the same on every rank."""
-        rows = self.reduced()
+        rows = [row for row in self.reduced() if row.numel()]
         infinite = norm_type == float("inf")
-        each = torch.stack([torch.linalg.vector_norm(row.double(), norm_type) for row in rows]).cpu()
+        norms = [torch.linalg.vector_norm(row.double(), norm_type).cpu() for row in rows]
+        each = torch.stack([torch.zeros((), dtype=torch.float64), *norms])  # zero: there may be empty tensors only
         own = each.max() if infinite else each.pow(norm_type).sum()
         whole = self._wait(self._control.allreduce(own.reshape(1), "max" if infinite else "sum"), "the gradient's norm")
-        return (whole[0] if infinite else whole[0].pow(1.0 / norm_type)).to(rows[0].dtype)
+        return (whole[0] if infinite else whole[0].pow(1.0 / norm_type)).to(self._parameters[0].dtype)
 
     def scale(self, factor: float) -> None:
         """Multiply the mean gradients before the update."""
@@ -341,6 +347,7 @@ class StepMode:
 
     def _collect(self) -> dict[nn.Parameter, dict[str, Any]]:
         self.wait_for_gathers()
+        self._settings.verify(self._wait)
         found: dict[nn.Parameter, dict[str, Any]] = {}
         for shards in self.shards:
             packed = self._wait(self._control.gather(pack_states(shards, self._states)), "the optimizer's whole state")

@@ -46,6 +46,9 @@ class Wire(Protocol):
     def start(self, run: Sequence[int]) -> tuple[Handle[Any], int]:
         """Start reducing the payload of `run`; the handle, and the bytes that travel (of one rank's tensor)."""
 
+    def dtype_of(self, group: int) -> torch.dtype:
+        """In which a group's sums may be taken."""
+
 
 class PlainWire:
     """As it is."""
@@ -56,6 +59,9 @@ class PlainWire:
     def start(self, run: Sequence[int]) -> tuple[Handle[Any], int]:
         payload = self._buffers.payload(run)
         return self._data.allreduce(payload, "sum"), payload.numel() * payload.element_size()
+
+    def dtype_of(self, group: int) -> torch.dtype:
+        return self._buffers.dtype_of(group)
 
 
 class CompressedWire:
@@ -85,6 +91,9 @@ class CompressedWire:
         payload = self._buffers.payload(run, narrow)
         return _Narrow(self, run, narrow, self._data.allreduce(payload, "sum")), payload.numel() * 2
 
+    def dtype_of(self, group: int) -> torch.dtype:
+        return self._dtype
+
     def learn(self, group: int) -> None:
         """From a group's reduced values: the scale of its next reduction."""
         gradients, _ = self._buffers.parts_of(group)
@@ -97,7 +106,10 @@ class CompressedWire:
     def widen(self, run: Sequence[int], narrow: torch.Tensor) -> bool:
         """Bring sums back; False, nothing done, if some group does not fit into 16 bits."""
         for group in run:
-            low, high = (float(end) for end in torch.aminmax(self._buffers.parts_of(group, narrow)[0]))
+            sums = self._buffers.parts_of(group, narrow)[0]
+            if not sums.numel():
+                continue
+            low, high = (float(end) for end in torch.aminmax(sums))
             if not math.isfinite(low + high):
                 return False
             if narrow.dtype is torch.float16 and max(-low, high) < _LEAST:
@@ -191,6 +203,9 @@ class HierarchicalWire:
         job = Job(lambda: _TwoLevels(self._nodes, payload))
         self._nodes.pump.submit(job)
         return job, payload.numel() * payload.element_size()
+
+    def dtype_of(self, group: int) -> torch.dtype:
+        return self._buffers.dtype_of(group)
 
 
 class _TwoLevels:

@@ -11,6 +11,7 @@ the others' next collective fails, and says that contact was lost.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,8 +136,15 @@ def open_ranks(info: RankInfo, *, timeout_s: float) -> Iterator[Ranks]:
             "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
         )
     elif ours:
+        store, _, _ = next(dist.rendezvous(info.init_method, info.rank, info.world_size, timeout=timeout))
+        # torchrun keeps one store over its restarts, and gloo would connect to the addresses of ranks that are gone
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if dist.is_torchelastic_launched() else "0"
         dist.init_process_group(
-            "gloo", init_method=info.init_method, rank=info.rank, world_size=info.world_size, timeout=timeout
+            "gloo",
+            store=dist.PrefixStore(f"attempt/{attempt}", store),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timeout,
         )
     try:
         if dist.get_world_size() != info.world_size or dist.get_rank() != info.rank:

@@ -24,6 +24,7 @@ import contextlib
 import datetime
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -130,17 +131,24 @@ class PendingTransfer:
             raise TransportError(f"the transfer failed: {_first_line(error)}") from error
 
 
-# Backends with a collective that was given up: to destroy one is to wait, the interpreter's lock held, for gloo's own
-# limit, and a rank that is frozen so looks dead to the others.
-_unfinished: dict[int, Any] = {}
+# Collectives under way, with their backends: to destroy a backend that has one is to wait for gloo's own limit, so one
+# that was given up keeps its backend until it is over.
+_flying: deque[tuple[Any, Any]] = deque()
+_flying_lock = threading.Lock()
+
+
+def _keep(work: Any, backend: Any) -> None:
+    with _flying_lock:
+        while _flying and _flying[0][0].is_completed():
+            _flying.popleft()
+        _flying.append((work, backend))
 
 
 class _WorkHandle(Generic[T]):
     """A torch.distributed Work, and how to read the result from it."""
 
-    def __init__(self, work: Any, result: Callable[[], T], *, blocking_wait: bool, backend: Any) -> None:
+    def __init__(self, work: Any, result: Callable[[], T], *, blocking_wait: bool) -> None:
         self._work = work
-        self._backend = backend
         self._result = result
         self._blocking_wait = blocking_wait  # gloo's wait has a time limit; NCCL's only joins CUDA streams
 
@@ -148,15 +156,6 @@ class _WorkHandle(Generic[T]):
         return bool(self._work.is_completed())
 
     def wait(self, timeout_s: float) -> T:
-        try:
-            result = self._wait(timeout_s)
-        except TimeoutError:
-            _unfinished[id(self._backend)] = self._backend
-            raise
-        _unfinished.pop(id(self._backend), None)
-        return result
-
-    def _wait(self, timeout_s: float) -> T:
         deadline = time.monotonic() + timeout_s
         if self._blocking_wait:
             try:
@@ -325,7 +324,8 @@ class TorchTransport:
             work = collective(*args)
         except RuntimeError as error:
             raise TransportError(f"the collective could not start: {_first_line(error)}") from error
-        return _WorkHandle(work, lambda: result, blocking_wait=self._blocking_wait, backend=self._backend)
+        _keep(work, self._backend)
+        return _WorkHandle(work, lambda: result, blocking_wait=self._blocking_wait)
 
 
 _meetings: dict[str, int] = {}

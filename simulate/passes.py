@@ -41,7 +41,7 @@ def pass_key(spec: SampleSpec) -> Hashable:
 
 def propagation_key(spec: SampleSpec) -> Hashable:
     """Equal for samples of one pass that differ in thickness alone: the same waves, seen at different exit planes."""
-    return (spec.scan_origin_yx_A, tuple(spec.values.items()))
+    return (spec.scan_origin_yx_A, spec.scan_jitter_seed, tuple(spec.values.items()))
 
 
 def passes(specs: Sequence[SampleSpec]) -> Iterator[list[SampleSpec]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -22,20 +22,32 @@ __all__ = ["GlobalSampler", "SampleList", "ShardDataset", "collate"]
 Array = np.ndarray[Any, Any]
 
 
-class SampleList(list[dict[str, Any]]):
-    """A batch as a list of samples, each a view into `stacked` (field -> (n, …)), so that collating copies nothing."""
+class SampleList(Sequence[dict[str, Any]]):
+    """A batch as a sequence of samples, each a view into `stacked` (field -> (n, …)): collating copies nothing."""
 
     def __init__(self, stacked: dict[str, Array]) -> None:
-        n = len(stacked["uid"])
-        super().__init__({name: array[k] for name, array in stacked.items()} for k in range(n))
         self.stacked = stacked
+
+    def __len__(self) -> int:
+        return len(self.stacked["uid"])
+
+    @overload
+    def __getitem__(self, k: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, k: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, k: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(k, slice):
+            return [self[i] for i in range(len(self))[k]]
+        return {name: array[k] for name, array in self.stacked.items()}
 
 
 class ShardDataset:
     """A map-style data set of samples: `[i]` gives a dict of the asked `fields`, `uid` and `params`, as arrays.
 
-    `split`: only that split. `cache`: a folder that `stage` filled. It may be pickled and forked, so that a DataLoader
-    takes any number of workers and any start method. Memory does not grow with the number of samples read.
+    `split`: only that split. `cache`: a folder that `stage` filled. `verify`: check every sample's checksum. `threads`:
+    how many read a large batch (default: up to four, as there are processors). It may be pickled and forked, so that a
+    DataLoader takes any number of workers and any start method. Memory does not grow with the number of samples read;
+    that of a batch is used again once nothing refers to its tensors.
     """
 
     def __init__(
@@ -45,8 +57,9 @@ class ShardDataset:
         split: str | None = None,
         cache: str | Path | None = None,
         verify: bool = True,
+        threads: int | None = None,
     ) -> None:
-        data = open_dataset(path, cache=cache, verify=verify)
+        data = open_dataset(path, cache=cache, verify=verify, threads=threads)
         self.data: Dataset = data if split is None else data.split(split)
         self.fields = tuple(fields)
         self.data.read([], self.fields)  # a field that is not there shows now, not in a worker
@@ -78,6 +91,10 @@ class ShardDataset:
     def __getitems__(self, indices: Sequence[int]) -> SampleList:
         """Several samples in one go; a DataLoader calls this with a batch of the sampler."""
         return SampleList(self.data.read(indices, self.fields))
+
+    def read_tile(self, index: int, field: str, slices: Sequence[slice]) -> Array:
+        """A part of one field of one sample, reading only its bytes: see `Dataset.read_tile`."""
+        return self.data.read_tile(index, field, slices)
 
 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from exitwave.ingest.buffers import BufferPool
 from exitwave.ingest.codecs import decode
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.manifest import load_manifest
 from exitwave.ingest.reading import ShardFiles
 from exitwave.ingest.records import Manifest, ShardRecord
 from exitwave.ingest.schema import FieldSpec
+from exitwave.ingest.staging_home import CacheHome
+from exitwave.ingest.tiles import plan_tile
 
 if TYPE_CHECKING:
     from exitwave.ingest.shard import Structure
@@ -30,16 +33,34 @@ __all__ = ["Dataset", "open_dataset"]
 Array = np.ndarray[Any, Any]
 
 
-def open_dataset(path: str | Path, *, cache: str | Path | None = None, verify: bool = True) -> Dataset:
+def open_dataset(
+    path: str | Path,
+    *,
+    cache: str | Path | None = None,
+    verify: bool = True,
+    threads: int | None = None,
+    cache_wait_s: float = 0.0,
+) -> Dataset:
     """Opens what is committed now in the data set at `path`.
 
     `cache`: a folder that `stage` filled; shards ready there are read there. `verify`: check the checksum of every
-    sample read. UsageError when it is no data set or its manifest cannot be read.
+    sample read. `threads`: how many threads read a large batch, by default up to four, as there are processors.
+    `cache_wait_s`: how long a shard that is not in the cache yet is waited for before the data set itself is read.
+    UsageError when it is no data set or its manifest cannot be read.
     """
     root = Path(path)
     manifest = load_manifest(root)
-    staged = None if cache is None else Path(cache) / manifest.header.dataset_id / "ready"
-    return Dataset(root, manifest, manifest.shards, ShardFiles(root, staged=staged, verify=verify))
+    staged = None
+    if cache is not None:
+        home = CacheHome(Path(cache), manifest.header)
+        home.check()
+        staged = home.ready
+    return Dataset(
+        root,
+        manifest,
+        manifest.shards,
+        ShardFiles(root, staged=staged, verify=verify, threads=threads, wait_s=cache_wait_s),
+    )
 
 
 class Dataset:
@@ -61,6 +82,9 @@ class Dataset:
         self._files = files
         # starts[s] is the number of the first sample of shard s; starts[-1] the number of samples.
         self._starts = np.concatenate([[0], np.cumsum([shard.n for shard in self.shards], dtype=np.int64)])
+        self._split_names = np.array([shard.split.encode() for shard in self.shards], dtype="S8")
+        self._specs = {spec.name: spec for spec in self.fields}
+        self._buffers = BufferPool()
 
     @property
     def dataset_id(self) -> str:
@@ -117,26 +141,57 @@ class Dataset:
     def read(self, indices: Sequence[int], fields: Sequence[str]) -> dict[str, Array]:
         """Samples `indices` stacked: field -> (len(indices), …), `uid` (len,) uint64, `params` (len,) compound.
 
+        The memory of large arrays is used again for a later batch, once nothing refers to them any more.
         UsageError for a field that is not there, DamagedDataError naming shard, uid and field.
         """
-        specs = {spec.name: spec for spec in self.fields}
+        specs = self._specs
         if missing := [name for name in fields if name not in specs]:
             raise UsageError(f"{self.root}: no field {missing[0]!r}; there are {', '.join(specs)}")
-        n = len(indices)
-        batch = {name: np.empty((n, *specs[name].shape), specs[name].stored_dtype) for name in fields}
+        index = np.asarray(indices, dtype=np.int64)
+        n = len(index)
+        if n and not (-len(self) <= (low := index.min()) and index.max() < len(self)):
+            raise IndexError(f"samples {low}..{index.max()} of {len(self)}")
+        if n and low < 0:
+            index = np.where(index < 0, index + len(self), index)
+        at = np.searchsorted(self._starts, index, side="right") - 1
+        rows = index - self._starts[at]
+        stored = {name: self._buffers.empty((n, *specs[name].shape), specs[name].stored_dtype) for name in fields}
         uids = np.empty(n, dtype="<u8")
         params = np.empty(n, dtype=self._params_dtype())
-        # (n, …) -> (n, bytes of a sample): what is read goes straight to its place
-        rows = {name: array.reshape(n, -1).view(np.uint8) for name, array in batch.items() if n}
-        rows["params"] = params.view(np.uint8).reshape(n, -1) if n else params
-        splits = params["split"] if "split" in (params.dtype.names or ()) else None
-        for k, i in enumerate(indices):
-            record, row = self.record_of(i)
-            uids[k] = self._files.read(record, row, {name: array[k] for name, array in rows.items()})
-            if splits is not None:
-                splits[k] = record.split.encode()  # the manifest's word on the split is the last
-        values = {name: decode(specs[name], array) for name, array in batch.items()}
+        if n:
+            # (n, …) -> (n, bytes of a sample): what is read goes straight to its place
+            places = {name: array.reshape(n, -1).view(np.uint8) for name, array in stored.items()}
+            places["params"] = params.view(np.uint8).reshape(n, -1)
+            by_place = np.argsort(index)
+            shards = [self.shards[s] for s in at[by_place].tolist()]
+            items = list(zip(shards, rows[by_place].tolist(), by_place.tolist(), strict=True))
+            self._files.read_rows(items, places, uids)
+            if "split" in (params.dtype.names or ()):
+                params["split"] = self._split_names[at]  # the manifest's word on the split is the last
+        values = {name: self._decoded(specs[name], array) for name, array in stored.items()}
         return {**values, "uid": uids, "params": params}
+
+    def _decoded(self, spec: FieldSpec, stored: Array) -> Array:
+        return decode(spec, stored, self._buffers.empty(stored.shape, spec.value_dtype) if spec.encoding else None)
+
+    def read_tile(self, index: int, field: str, slices: Sequence[slice]) -> Array:
+        """A part of one field of sample `index`, as `array[slices]` of its value (…); only the bytes of it are read.
+
+        `slices`: one for each axis of the field, with step 1; missing ones take the whole axis. For training where
+        the ranks of a group share a sample. The bytes are covered by the hash of the whole shard, which staging and
+        `verify` check, not by the sample's checksum, which needs all of them (a compressed field is read and checked
+        whole). UsageError for a field that is not there or slices that do not fit it.
+        """
+        if field not in self._specs:
+            raise UsageError(f"{self.root}: no field {field!r}; there are {', '.join(self._specs)}")
+        spec = self._specs[field]
+        tile = plan_tile(spec.shape, spec.stored_dtype.itemsize, slices)
+        record, row = self.record_of(index)
+        if record.extent(field).compression:
+            return self.read([index], [field])[field][0][tile.slices]
+        stored = np.empty(tile.shape, spec.stored_dtype)
+        self._files.read_part(record, row, field, tile.pieces, stored.reshape(-1).view(np.uint8))
+        return decode(spec, stored)
 
     def _params_dtype(self) -> np.dtype[Any]:
         return self.shards[0].extent("params").numpy_dtype if self.shards else np.dtype([])
@@ -145,6 +200,14 @@ class Dataset:
     def uids(self) -> Array:
         """All uids (len,), uint64."""
         return np.concatenate([np.empty(0, "<u8"), *(self._files.read_table(shard, "uid") for shard in self.shards)])
+
+    def checksums(self, field: str) -> Array:
+        """The CRC-32C of each sample's stored bytes of one field, (len,) uint32, as the shards have them."""
+        if field not in self._specs:
+            raise UsageError(f"{self.root}: no field {field!r}; there are {', '.join(self._specs)}")
+        column = list(self._specs).index(field)
+        tables = [self._files.read_table(shard, "crc32c")[:, column] for shard in self.shards]
+        return np.concatenate([np.empty(0, "<u4"), *tables])
 
     @property
     def params(self) -> Array:
@@ -169,6 +232,10 @@ class Dataset:
         from exitwave.ingest.xarray_view import dataset_view
 
         return dataset_view(self)
+
+    def cache_counts(self) -> dict[str, int]:
+        """How often this process turned to a shard that was in the cache, or not, or waited for one."""
+        return {"hits": self._files.hits, "misses": self._files.misses, "waits": self._files.waits}
 
     def close(self) -> None:
         self._files.close()

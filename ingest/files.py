@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import google_crc32c
+import crc32c as crc32c_library
 import numpy as np
 import xxhash
 
@@ -28,6 +28,7 @@ __all__ = [
     "LockHeldError",
     "byte_view",
     "crc32c",
+    "crc32c_more",
     "disk_full_means_interrupted",
     "fsync_dir",
     "hash_file",
@@ -73,10 +74,14 @@ def byte_view(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def crc32c(array: np.ndarray[Any, Any]) -> int:
-    """CRC-32C of a C-contiguous array's bytes, without a copy (the library takes read-only buffers only)."""
-    view = array.reshape(-1).view(np.uint8)
-    view.flags.writeable = False
-    return int(google_crc32c.value(view))
+    """CRC-32C of a C-contiguous array's bytes, without a copy; other threads run meanwhile where it is large."""
+    plain = array if array.dtype == np.uint8 else array.reshape(-1).view(np.uint8)
+    return int(crc32c_library.crc32c(plain.data))
+
+
+def crc32c_more(data: memoryview, before: int) -> int:
+    """CRC-32C of bytes (uint8) that follow those of which `before` is the checksum; 0 for none before."""
+    return int(crc32c_library.crc32c(data, before))
 
 
 def fsync_dir(folder: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import google_crc32c
+import crc32c
 import numpy as np
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
@@ -35,7 +35,7 @@ _SUM = re.compile(rb',"line_crc32c":"([0-9a-f]{8})"\}$')
 
 def _encode(data: Mapping[str, Any]) -> bytes:
     body = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-    return body[:-1] + b',"line_crc32c":"%08x"}\n' % google_crc32c.value(body)
+    return body[:-1] + b',"line_crc32c":"%08x"}\n' % crc32c.crc32c(body)
 
 
 def _decode(line: bytes, where: str) -> dict[str, Any]:
@@ -52,9 +52,11 @@ def _decode(line: bytes, where: str) -> dict[str, Any]:
     ):
         return data  # another version may sum its lines otherwise: its own message comes from the header
     if (found := _SUM.search(line)) is not None:
-        expected = google_crc32c.value(line[: found.start()] + b"}")
+        expected = crc32c.crc32c(line[: found.start()] + b"}")
         if int(found[1], 16) != expected:
             raise UsageError(f"{where}: checksum {found[1].decode()}, expected {expected:08x}. {_WHAT_TO_DO}")
+    elif "line_crc32c" in data:
+        raise UsageError(f"{where}: expected the line's checksum at its end, found {line[-30:]!r}. {_WHAT_TO_DO}")
     return data
 
 

@@ -4,7 +4,8 @@ Files are opened per process and never across a fork: a worker process drops wha
 most `MAX_OPEN` shards are open, with their uids and checksums, so that memory does not grow with the data set; the
 larger table of parameters is read by the row.
 With a cache, a shard staged there is read there; a staged copy that turns out damaged is set aside in `quarantine/`
-and its shard read from the data set instead.
+and its shard read from the data set instead. So is one that is not there, or has been evicted: nobody waits for the
+cache longer than `wait_s`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,26 +26,31 @@ import numpy as np
 
 from exitwave.ingest.codecs import decompress
 from exitwave.ingest.errors import DamagedDataError
-from exitwave.ingest.files import byte_view, crc32c, open_to_read
+from exitwave.ingest.files import byte_view, crc32c, crc32c_more, open_to_read
 from exitwave.ingest.records import Extent, PublishedShard
 from exitwave.ingest.schema import TABLES
 
 __all__ = ["MAX_OPEN", "ShardFiles", "read_extent", "read_sample"]
 
 MAX_OPEN = 256  # a quarter of the usual limit of a process
+MAX_THREADS = 4
+_BYTES_A_THREAD = 1 << 20  # less than this is read before a thread has woken up
+_PARAMS_KEPT = 16 << 20
+_PIECE = 256 << 10  # half of a small second-level cache
 _WHAT_TO_DO = "`exitwave verify` lists all that is damaged; take such shards out or simulate them again."
 
 Array = np.ndarray[Any, Any]
+Item = tuple[PublishedShard, int, int]  # shard, row in it, place in the batch
 
 
 def read_extent(fd: int, out: Array, offset: int) -> bool:
     """Fills `out` (bytes) from `offset`; whether the file had enough."""
-    view = out.data
-    while view:
-        count = os.preadv(fd, [view], offset)
+    done = os.preadv(fd, [out.data], offset)
+    while done < out.nbytes:
+        count = os.preadv(fd, [out[done:].data], offset + done)
         if count == 0:
             return False
-        view, offset = view[count:], offset + count
+        done += count
     return True
 
 
@@ -60,37 +69,72 @@ def read_sample(fd: int, extent: Extent, row: int, out: Array) -> bool:
     return True
 
 
+class _Descriptor:
+    """A file descriptor that closes itself with its last user: a shard may be let go while it is being read."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _OpenShard:
     """A shard open in this process: descriptor, where it was found, extents by field, uids (n,) uint64.
 
-    `sums`: field -> (n,) uint32, the checksums of the array fields and of "params".
+    `sums`: field -> (n,) uint32, the checksums of the array fields and of "params". `params`: the table's rows as
+    bytes (n, bytes of a row), where there was room to keep it.
     """
 
-    fd: int
+    file: _Descriptor
     path: Path
     staged: bool
     extents: dict[str, Extent]
     uids: Array
     sums: dict[str, Array]
+    params: Array | None
+
+    @property
+    def fd(self) -> int:
+        return self.file.fd
 
 
 class ShardFiles:
-    """The open shards of this process. Safe to pickle, to fork with, and to call from several threads."""
+    """The open shards of this process. Safe to pickle, to fork with, and to call from several threads.
 
-    def __init__(self, root: Path, *, staged: Path | None, verify: bool) -> None:
+    `threads`: how many read at once, with the caller's; by default up to four, as there are processors. `wait_s`: how
+    long a shard that is not staged is waited for. `hits` and `misses` count how often a shard was turned to that was
+    in the cache, or not; `waits` how often one was waited for.
+    """
+
+    def __init__(
+        self, root: Path, *, staged: Path | None, verify: bool, threads: int | None = None, wait_s: float = 0.0
+    ) -> None:
         self.root = root
+        self.wait_s = wait_s
         self.staged = staged
         self.verify = verify
+        self.threads = min(MAX_THREADS, len(os.sched_getaffinity(0))) if threads is None else max(1, threads)
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
+        self.hits = self.misses = self.waits = 0
         self._lock = threading.RLock()  # anew: one inherited over a fork may be held for ever
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._params_bytes = 0
+        self._helpers: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "staged": self.staged, "verify": self.verify}
+        return {
+            "root": self.root,
+            "staged": self.staged,
+            "verify": self.verify,
+            "threads": self.threads,
+            "wait_s": self.wait_s,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -98,98 +142,217 @@ class ShardFiles:
 
     def close(self) -> None:
         """Closes all files; reading opens them again."""
-        opened, pid = self._open, self._pid
+        helpers, pid = self._helpers, self._pid
         self._reset()
-        for shard in opened.values() if pid == os.getpid() else ():
-            os.close(shard.fd)
+        if helpers is not None and pid == os.getpid():
+            helpers.shutdown(wait=False)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
 
-    def read(self, record: PublishedShard, row: int, arrays: dict[str, Array]) -> np.uint64:
-        """Fills `arrays` (field or "params" -> one sample's bytes, uint8) with sample `row`; returns its uid.
+    def read_rows(self, items: Sequence[Item], arrays: dict[str, Array], uids: Array) -> None:
+        """Reads samples: for each (shard, row, k) of `items` fills `arrays[field][k]` and `uids[k]`.
 
-        DamagedDataError naming shard, uid and field when a checksum is wrong or bytes are missing.
+        `arrays`: field or "params" -> (n, stored bytes of a sample) uint8, C-contiguous. Several threads share the
+        work where it is large. DamagedDataError naming shard, uid and field when a checksum is wrong or bytes are
+        missing.
         """
-        self._after_fork()
-        with self._lock:
+        if self._pid != os.getpid():
+            self._reset()  # a forked process drops what it inherited; the parent's descriptors stay open
+        todo = deque(items)
+        nbytes = sum(array.shape[1] for array in arrays.values()) * len(items)
+        helpers = min(self.threads - 1, nbytes // _BYTES_A_THREAD, len(items) - 1)
+        if helpers < 1:
+            self._work(todo, arrays, uids)
+            return
+        if self._helpers is None:
+            self._helpers = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="exitwave-read")
+        others = [self._helpers.submit(self._work, todo, arrays, uids) for _ in range(helpers)]
+        try:
+            self._work(todo, arrays, uids)
+        finally:
+            todo.clear()
+            wait(others)
+        for other in others:
+            other.result()
+
+    def _work(self, todo: deque[Item], arrays: dict[str, Array], uids: Array) -> None:
+        """Reads what is left to do, until nothing is, or something is wrong: then nobody goes on."""
+        try:
+            views = [(field, array, array.shape[1], array.reshape(-1).data) for field, array in arrays.items()]
+            last: PublishedShard | None = None
             while True:
                 try:
-                    shard = self._get(record)
-                    for field, out in arrays.items():
-                        self._read_field(shard, record, row, field, out)
-                    uid: np.uint64 = shard.uids[row]
-                    return uid
-                except _StagedDamage as damage:
-                    self._set_aside(record, damage.path, str(damage))
+                    record, row, k = todo.popleft()
+                except IndexError:
+                    return
+                if record is not last:
+                    shard, last = self._get(record), record
+                for field, array, size, view in views:
+                    if field == "params" and shard.params is not None:
+                        array[k] = shard.params[row]
+                    elif not self._read_quickly(shard, field, row, view[k * size : (k + 1) * size]):
+                        self._read_carefully(record, row, field, array[k])
+                uids[k] = shard.uids[row]
+        except BaseException:
+            todo.clear()
+            raise
+
+    def _read_quickly(self, shard: _OpenShard, field: str, row: int, out: memoryview) -> bool:
+        """Fills `out` with a sample's bytes; whether all is well, by its checksum too. Nothing is said of why not.
+
+        A large sample goes in pieces, each summed while it is still in the processor's cache.
+        """
+        extent = shard.extents[field]
+        if extent.compression:
+            return False
+        fd, offset, found = shard.file.fd, extent.offset + row * extent.stride, 0
+        for start in range(0, len(out), _PIECE):
+            piece = out[start : start + _PIECE]
+            try:
+                if os.preadv(fd, [piece], offset + start) != len(piece):
+                    return False
+            except OSError:
+                return False
+            if self.verify:
+                found = crc32c_more(piece, found)
+        return not self.verify or found == shard.sums[field][row]
+
+    def _read_carefully(self, record: PublishedShard, row: int, field: str, out: Array) -> None:
+        """Fills `out` with a sample's bytes by all means there are, or says what is wrong with them."""
+        while True:
+            shard = self._get(record)
+            try:
+                self._read_field(shard, record, row, field, out)
+                return
+            except _StagedDamage as damage:
+                self._set_aside(record, shard, damage.path, str(damage))
+
+    def read_part(
+        self, record: PublishedShard, row: int, field: str, pieces: Sequence[tuple[int, int]], out: Array
+    ) -> np.uint64:
+        """Fills `out` (bytes) with `pieces` (offset, length) of the stored bytes of one field; returns the uid.
+
+        Only these bytes are read, so that no checksum of the sample can be looked at: they are covered by the file's
+        hash, which staging and `verify` check. DamagedDataError when they are missing.
+        """
+        if self._pid != os.getpid():
+            self._reset()
+        while True:
+            shard = self._get(record)
+            start, at = shard.extents[field].place(row)[0], 0
+            try:
+                for offset, length in pieces:
+                    if not read_extent(shard.fd, out[at : at + length], start + offset):
+                        raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: the file is short")
+                    at += length
+                uid: np.uint64 = shard.uids[row]
+                return uid
+            except _StagedDamage as damage:
+                self._set_aside(record, shard, damage.path, str(damage))
+            except OSError as error:
+                raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: {error}") from error
 
     def read_table(self, record: PublishedShard, name: str) -> Array:
         """One of the small tables of a shard, whole: "uid" (n,), "params" (n,) compound, …"""
-        self._after_fork()
-        with self._lock:
-            while True:
-                try:
-                    shard = self._get(record)
-                    return self._table(shard.fd, shard.path, shard.staged, record, shard.extents[name])
-                except _StagedDamage as damage:
-                    self._set_aside(record, damage.path, str(damage))
-
-    def _after_fork(self) -> None:
         if self._pid != os.getpid():
-            for inherited in self._open.values():  # the parent's own descriptors are not touched by closing ours
-                os.close(inherited.fd)
             self._reset()
+        while True:
+            shard = self._get(record)
+            try:
+                return self._table(shard.fd, shard.path, shard.staged, record, shard.extents[name])
+            except _StagedDamage as damage:
+                self._set_aside(record, shard, damage.path, str(damage))
 
     def _read_field(self, shard: _OpenShard, record: PublishedShard, row: int, field: str, out: Array) -> None:
-        extent = shard.extents[field]
+        if field == "params" and shard.params is not None:
+            out[:] = shard.params[row]
+            return
         try:
-            whole = read_sample(shard.fd, extent, row, out)
+            whole = read_sample(shard.fd, shard.extents[field], row, out)
         except OSError as error:
-            raise self._damage(
-                shard.path, shard.staged, record, f"{self._sample(shard, row)}{field}: {error}"
-            ) from error
+            raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: {error}") from error
         if not whole:
-            raise self._damage(
-                shard.path, shard.staged, record, f"{self._sample(shard, row)}{field}: the file is short"
-            )
+            raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: the file is short")
         if self.verify and (found := crc32c(out)) != (expected := int(shard.sums[field][row])):
             why = f"{self._sample(shard, row)}{field}: crc32c {found:08x}, expected {expected:08x}"
-            raise self._damage(shard.path, shard.staged, record, why)
+            raise self._damage(shard, record, why)
 
     @staticmethod
     def _sample(shard: _OpenShard, row: int) -> str:
         return f"sample {row} (uid {int(shard.uids[row]):#018x}), "
 
+    @classmethod
+    def _damage(cls, shard: _OpenShard, record: PublishedShard, why: str) -> DamagedDataError:
+        return cls._damage_at(shard.path, shard.staged, record, why)
+
     @staticmethod
-    def _damage(path: Path, staged: bool, record: PublishedShard, why: str) -> DamagedDataError:
+    def _damage_at(path: Path, staged: bool, record: PublishedShard, why: str) -> DamagedDataError:
         if staged:
             return _StagedDamage(path, f"shard {record.shard_id}, {why}, in the staged copy {path}")
         return DamagedDataError(f"shard {record.shard_id}, {why}, in {path}. {_WHAT_TO_DO}")
 
-    def _set_aside(self, record: PublishedShard, path: Path, why: str) -> None:
-        if (gone := self._open.pop(record.shard_id, None)) is not None:
-            os.close(gone.fd)
-        quarantine = path.parent.parent / "quarantine"
-        warnings.warn(f"{why}: set aside in {quarantine}, reading the data set itself", stacklevel=4)
-        quarantine.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another process may have been faster
-            path.rename(quarantine / path.name)
+    def _set_aside(self, record: PublishedShard, shard: _OpenShard | None, path: Path, why: str) -> None:
+        with self._lock:
+            if shard is not None:
+                if self._open.get(record.shard_id) is not shard:
+                    return  # another thread was faster
+                self._let_go(record.shard_id)
+                if _is_evicted(shard.fd):
+                    return
+            quarantine = path.parent.parent / "quarantine"
+            warnings.warn(f"{why}: set aside in {quarantine}, reading the data set itself", stacklevel=4)
+            quarantine.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process may have been faster
+                path.rename(quarantine / path.name)
+
+    def _count(self, shard: _OpenShard) -> None:
+        self.hits += shard.staged
+        self.misses += not shard.staged and self.staged is not None
+
+    def _is_staged(self, record: PublishedShard) -> bool:
+        return self.staged is not None and os.path.exists(f"{self.staged}/{record.shard_id}.h5")  # noqa: PTH110 (hot)
+
+    def _wait_for(self, record: PublishedShard) -> None:
+        """Gives a shard that is perhaps on its way into the cache up to `wait_s`."""
+        deadline = time.monotonic() + self.wait_s
+        self.waits += self.wait_s > 0 and not self._is_staged(record)
+        while time.monotonic() < deadline and not self._is_staged(record):
+            time.sleep(0.005)
+
+    def _let_go(self, shard_id: str) -> None:
+        shard = self._open.pop(shard_id)
+        self._params_bytes -= 0 if shard.params is None else shard.params.nbytes
 
     def _get(self, record: PublishedShard) -> _OpenShard:
-        """The shard, opened now or before; the least recently used one is closed when too many are open."""
-        if (shard := self._open.get(record.shard_id)) is not None:
-            self._open.move_to_end(record.shard_id)
+        """The shard, opened now or before; the least recently used one is let go when too many are open."""
+        with self._lock:
+            if (opened := self._open.get(record.shard_id)) is not None:
+                if opened.staged or self.staged is None or not self._is_staged(record):
+                    self._open.move_to_end(record.shard_id)
+                    self._count(opened)
+                    return opened
+                self._let_go(record.shard_id)  # it has come into the cache meanwhile
+            while True:
+                try:
+                    shard = self._open_now(record)
+                    break
+                except _StagedDamage as damage:
+                    if not damage.evicted:
+                        self._set_aside(record, None, damage.path, str(damage))
+            self._count(shard)
+            self._open[record.shard_id] = shard
+            self._params_bytes += 0 if shard.params is None else shard.params.nbytes
+            if len(self._open) > MAX_OPEN:
+                self._let_go(next(iter(self._open)))
             return shard
-        shard = self._open[record.shard_id] = self._open_now(record)
-        if len(self._open) > MAX_OPEN:
-            os.close(self._open.popitem(last=False)[1].fd)
-        return shard
 
     def _open_now(self, record: PublishedShard) -> _OpenShard:
         path, staged = self.root / record.path, False
         fd = None
         if self.staged is not None:
+            self._wait_for(record)
             with contextlib.suppress(OSError):  # then the data set itself has it
                 fd = open_to_read(self.staged / f"{record.shard_id}.h5")
                 path, staged = self.staged / f"{record.shard_id}.h5", True
@@ -197,34 +360,43 @@ class ShardFiles:
             fd = open_to_read(path) if fd is None else fd
         except OSError as error:
             raise DamagedDataError(f"shard {record.shard_id}: {path}: {error.strerror}. {_WHAT_TO_DO}") from error
+        file = _Descriptor(fd)
+        extents = {extent.field: extent for extent in record.extents}
+        names = ["uid", "crc32c", "params_crc32c"]
+        # A table whose own checksum the manifest has speaks for its rows; the larger one is kept while it is cheap.
+        keep = self._params_bytes + extents["params"].nbytes <= _PARAMS_KEPT
+        keep = keep and "params" in record.stats.get("tables_crc32c", {})
         try:
-            extents = {extent.field: extent for extent in record.extents}
-            tables = {
-                name: self._table(fd, path, staged, record, extents[name])
-                for name in ("uid", "crc32c", "params_crc32c")
-            }
-        except BaseException:
-            os.close(fd)
+            tables = {name: self._table(fd, path, staged, record, extents[name]) for name in names}
+        except _StagedDamage as damage:
+            damage.evicted = _is_evicted(fd)
             raise
-        names = [extent.field for extent in record.extents if extent.field not in TABLES]
-        sums = {name: tables["crc32c"][:, column] for column, name in enumerate(names)}
+        params: Array | None = None
+        if keep:
+            with contextlib.suppress(DamagedDataError):  # then the checksum of each row tells which one it is
+                params = self._table(fd, path, staged, record, extents["params"]).view(np.uint8)
+                params = params.reshape(record.n, -1)
+        fields = [extent.field for extent in record.extents if extent.field not in TABLES]
+        sums = {name: tables["crc32c"][:, column] for column, name in enumerate(fields)}
         return _OpenShard(
-            fd=fd,
+            file=file,
             path=path,
             staged=staged,
             extents=extents,
             uids=tables["uid"],
             sums={**sums, "params": tables["params_crc32c"]},
+            params=params,
         )
 
     def _table(self, fd: int, path: Path, staged: bool, record: PublishedShard, extent: Extent) -> Array:
         table = np.empty(extent.shape, dtype=extent.numpy_dtype)
         data = byte_view(table, table.dtype)
         if not read_extent(fd, data, extent.offset):
-            raise self._damage(path, staged, record, f"/{extent.field}: the file is short")
+            raise self._damage_at(path, staged, record, f"/{extent.field}: the file is short")
         expected = record.stats.get("tables_crc32c", {}).get(extent.field)
         if expected is not None and crc32c(data) != expected:
-            raise self._damage(path, staged, record, f"/{extent.field}: crc32c {crc32c(data):08x}, not {expected:08x}")
+            why = f"/{extent.field}: crc32c {crc32c(data):08x}, not {expected:08x}"
+            raise self._damage_at(path, staged, record, why)
         return table
 
 
@@ -232,3 +404,9 @@ class _StagedDamage(DamagedDataError):
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(why)
         self.path = path
+        self.evicted = False
+
+
+def _is_evicted(fd: int) -> bool:
+    """Whether the stager has taken the file away: it is cut short then, but not damaged."""
+    return os.fstat(fd).st_nlink == 0

@@ -17,6 +17,8 @@ from exitwave.ingest.order import ORDER_VERSION, batch_bounds, partition, permut
 
 __all__ = ["GlobalSampler", "Ordered"]
 
+_POSITIONS_AT_ONCE = 4096  # computing the order of many costs little more than of one
+
 
 class Ordered(Protocol):
     """What the sampler asks of a data set: `Dataset` and `ShardDataset` both answer."""
@@ -103,11 +105,14 @@ class GlobalSampler:
         return self._batches(self._bounds(), self.epoch)
 
     def _batches(self, bounds: list[tuple[int, int]], epoch: int) -> Iterator[list[int]]:
-        for low, high in bounds:
-            mine = partition(np.arange(low, high), self.rank, self.world_size)
+        at_once = max(1, _POSITIONS_AT_ONCE * self.world_size // self.global_batch)
+        for first in range(0, len(bounds), at_once):
+            pieces = [partition(np.arange(*b), self.rank, self.world_size) for b in bounds[first : first + at_once]]
+            mine = np.concatenate(pieces)
             if self.shuffle:
                 mine = permute(mine, self.n_samples, seed=self.seed, epoch=epoch, generation=self.generation)
-            yield mine.tolist()
+            for piece in np.split(mine, np.cumsum([len(piece) for piece in pieces])[:-1]):
+                yield piece.tolist()
 
     def commit(self, n: int) -> None:
         """Records that `n` samples, counted over all ranks, went into the model: call it after each optimizer step.

@@ -110,6 +110,8 @@ PARAMS_SINCE_2: list[tuple[str, str] | tuple[str, str, tuple[int]]] = [
     ("phonon_elements", "u1", (MAX_PHONON_ELEMENTS,)),  # atomic numbers, ascending, then zeros
     ("phonon_element_rms_A", "<f8", (MAX_PHONON_ELEMENTS,)),  # along each axis, in the order of phonon_elements
     ("label_phonon_mean", "u1"),  # 1: potential and volume are means over the phonons' configurations
+    ("reflection", "<i4", (3,)),  # (hkl) whose normal the zone axis follows; 0 where the axis was given
+    ("reflection_d_A", "<f8"),
     ("volume_slab_A", "<f8"),
     ("images_sampling_A", "<f8"),
     ("images_aperture_mrad", "<f8"),  # of the objective; 0: none

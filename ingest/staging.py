@@ -17,10 +17,12 @@ from typing import Any
 from exitwave.ingest.errors import InterruptedRunError
 from exitwave.ingest.files import FileLock, disk_full_means_interrupted
 from exitwave.ingest.manifest import load_manifest
+from exitwave.ingest.peers import Status
+from exitwave.ingest.peers_staging import PeerOptions, PeerSources
 from exitwave.ingest.records import Manifest, ShardRecord
 from exitwave.ingest.staging_home import CacheHome
-from exitwave.ingest.staging_plan import CachePlanner, check_capacity
-from exitwave.ingest.staging_run import PROGRESS_EVERY_S, Limits, Sources, StagingRun, StorageSource
+from exitwave.ingest.staging_plan import CachePlanner, State, check_capacity
+from exitwave.ingest.staging_run import PROGRESS_EVERY_S, Limits, StagingRun, StorageSource
 from exitwave.ingest.storage import PosixStorage
 from exitwave.ingest.verify import check_shard
 
@@ -61,20 +63,22 @@ def stage(
     stop: Stop | None = None,
     only: Collection[str] | None = None,
     limits: Limits | None = None,
+    peers: PeerOptions | None = None,
 ) -> StageReport:
     """Makes every shard of `dataset` ready in `cache`; called again, it copies only what is not.
 
     `emit(kind, **fields)` is told stage_started, stage_progress (bytes, total), stage_finished, and of single shards
     cache_ready, cache_evicted, cache_retry, cache_quarantined, cache_disk_full, cache_source_damaged. `stop` (an event
     or a function) ends it between two chunks. `only`: ids of shards, the share of this node. `limits`: see `Limits`.
+    `peers`: the other nodes; each shard is then read from the data set by one of them (see `peers_staging`), and this
+    call returns when no node needs this one any more.
 
     UsageError: no data set, folder not writable, another user's or another data set's, capacity below the data set.
     DamagedDataError: a shard is damaged at its source. InterruptedRunError: stopped, or no space left; nothing
     half-written stays, and the next call goes on.
     """
-    stager = _Stager(
-        Path(dataset), Path(cache), emit or (lambda kind, **fields: None), _asked(stop), limits or Limits()
-    )
+    told = emit or (lambda kind, **fields: None)
+    stager = _Stager(Path(dataset), Path(cache), told, _asked(stop), limits or Limits(), peers)
     return stager.run(capacity_bytes, only)
 
 
@@ -85,13 +89,22 @@ def _asked(stop: Stop | None) -> Callable[[], bool]:
 
 
 class _Stager:
-    def __init__(self, dataset: Path, cache: Path, emit: Emit, stop: Callable[[], bool], limits: Limits) -> None:
+    def __init__(
+        self,
+        dataset: Path,
+        cache: Path,
+        emit: Emit,
+        stop: Callable[[], bool],
+        limits: Limits,
+        peers: PeerOptions | None,
+    ) -> None:
         self.dataset = dataset
         self.manifest = load_manifest(dataset)
         self.home = CacheHome(cache, self.manifest.header)
         self._emit = emit
         self._stop = stop
         self._limits = limits
+        self._peers = peers
         self._last_progress = 0.0
 
     def run(self, capacity_bytes: int | None, only: Collection[str] | None) -> StageReport:
@@ -115,13 +128,15 @@ class _Stager:
         check_capacity(capacity_bytes, total, f"the {len(wanted)} shards of this data set")
         planner = CachePlanner({}, capacity_bytes=capacity_bytes, in_flight=self._limits.in_flight)
         quarantined = fill_planner(planner, self.home, self.manifest, emit=self._emit)
-        reused = sum(s.nbytes for s in wanted if planner.state(s.shard_id) == "ready")
-        planner.needs(shard.shard_id for shard in wanted)
+        reused = sum(s.nbytes for s in wanted if planner.state(s.shard_id) is State.READY)
+        storage = StorageSource(PosixStorage(self.dataset))
+        planner.needs(s.shard_id for s in (wanted if self._peers is None else self._peers.order(wanted)))
+        peers = self._join(planner, storage)
         run = StagingRun(
             self.home,
             self.manifest.shards,
             planner,
-            self._sources(),
+            peers or storage,
             limits=self._limits,
             emit=self._emit,
             stop=self._stop,
@@ -134,9 +149,13 @@ class _Stager:
                 run.turn(PROGRESS_EVERY_S)
                 self._progress(reused + run.counts.copied + run.bytes_in_flight(), total)
                 self._check(run, reused, total)
+            self._progress(total, total, force=True)
+            if peers is not None:
+                peers.linger(self._stop)
         finally:
             run.close()
-        self._progress(total, total, force=True)
+            if peers is not None:
+                peers.close()
         report = StageReport(
             shards=len(wanted),
             bytes_copied=run.counts.copied,
@@ -151,8 +170,15 @@ class _Stager:
         self._emit("stage_finished", **report.to_json())
         return report
 
-    def _sources(self) -> Sources:
-        return StorageSource(PosixStorage(self.dataset))
+    def _join(self, planner: CachePlanner, storage: StorageSource) -> PeerSources | None:
+        if self._peers is None:
+            return None
+
+        def status(shard_id: str) -> Status:
+            needed = planner.next_use(shard_id) != float("inf")
+            return "coming" if needed and planner.state(shard_id) not in (State.READY, State.PINNED) else "no"
+
+        return PeerSources(self._peers, self.home, storage, dataset_id=self.manifest.header.dataset_id, status=status)
 
     def _check(self, run: StagingRun, reused: int, total: int) -> None:
         done = reused + run.counts.copied

@@ -24,6 +24,7 @@ import xxhash
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, write_atomic
+from exitwave.ingest.peers import PeerBusyError
 from exitwave.ingest.records import ShardRecord
 from exitwave.ingest.staging_home import CacheHome
 from exitwave.ingest.staging_plan import CachePlanner, State
@@ -36,19 +37,22 @@ Emit = Callable[..., Any]
 
 CHUNK = 1 << 20  # stays in the processor's cache between reading, hashing and writing
 PROGRESS_EVERY_S = 0.25
+OPEN_WITHIN_S = 20.0  # a peer may be waited for before it sends
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """How patient staging is. `stall_s`: a copy must move `stall_bytes_per_s` over that long.
 
-    A shard missing at its source is tried again for `missing_deadline_s`, one of a wrong hash `tries` times in all.
+    A shard missing at its source is tried again for `missing_deadline_s`, one of a wrong hash `tries` times in all. A
+    peer that is getting a shard itself is waited for `busy_s` at most.
     """
 
     in_flight: int = 4
     missing_deadline_s: float = 10.0
     stall_s: float = 30.0
     stall_bytes_per_s: float = 100e3
+    busy_s: float = 300.0
     tries: int = 3
 
 
@@ -70,7 +74,9 @@ class Source(Protocol):
 class Sources(Protocol):
     """Chooses where the next try of a shard reads from."""
 
-    def choose(self, shard: ShardRecord, failures: int) -> Source: ...
+    def choose(self, shard: ShardRecord) -> Source: ...
+    def failed(self, source: Source) -> None: ...
+    def worked(self, source: Source) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,14 @@ class StorageSource:
     def open(self, shard: ShardRecord) -> Reader:
         return self.storage.open(shard.path)
 
-    def choose(self, shard: ShardRecord, failures: int) -> Source:
+    def choose(self, shard: ShardRecord) -> Source:
         return self
+
+    def failed(self, source: Source) -> None:
+        pass
+
+    def worked(self, source: Source) -> None:
+        pass
 
 
 @dataclass(kw_only=True)
@@ -102,7 +114,7 @@ class Counts:
 
 @dataclass(kw_only=True)
 class _Copy:
-    """One try. The copying thread writes `done`, `digest`, `error` and `full`; the other one `given_up`."""
+    """One try. The copying thread writes all from `done` to `opened`, the other one what follows."""
 
     shard: ShardRecord
     source: Source
@@ -112,6 +124,8 @@ class _Copy:
     digest: str | None = None
     error: str = ""
     full: bool = False
+    busy: bool = False
+    opened: bool = False
     given_up: bool = False
     watched_at: float = field(default_factory=time.monotonic)
     watched_done: int = 0
@@ -124,6 +138,7 @@ class _Trouble:
     failures: int = 0
     wrong: int = 0
     deadline: float | None = None
+    busy_since: float | None = None
     not_before: float = 0.0
 
 
@@ -230,7 +245,7 @@ class StagingRun:
     def _start(self, shard: ShardRecord) -> None:
         self._tries += 1
         part = self.home.part / f"{shard.shard_id}.{self._tries}.h5"
-        trouble = self._trouble.setdefault(shard.shard_id, _Trouble())
+        self._trouble.setdefault(shard.shard_id, _Trouble())
         fd = -1
         try:
             with disk_full_means_interrupted(part, shard.nbytes):
@@ -247,7 +262,7 @@ class StagingRun:
             self._no_room(str(error))
             return
         self.planner.copying(shard.shard_id)
-        copy = _Copy(shard=shard, source=self._sources.choose(shard, trouble.failures), part=part, fd=fd)
+        copy = _Copy(shard=shard, source=self._sources.choose(shard), part=part, fd=fd)
         self._copies[shard.shard_id] = copy
         threading.Thread(target=self._copy, args=(copy,), name=f"stage {shard.shard_id}", daemon=True).start()
 
@@ -280,6 +295,7 @@ class StagingRun:
             with disk_full_means_interrupted(copy.part, shard.nbytes):
                 copy.part.rename(self.home.ready_path(shard.shard_id))
             self.planner.ready(shard.shard_id)
+            self._sources.worked(copy.source)
             self._trouble.pop(shard.shard_id, None)
             self.counts.copied += shard.nbytes
             self._emit(
@@ -315,6 +331,7 @@ class StagingRun:
         why = f"xxh3_128 {copy.digest}, expected {copy.shard.xxh3_128}"
         trouble.failures += 1
         self.counts.retries += 1
+        self._sources.failed(copy.source)
         if copy.source.shared:
             trouble.wrong += 1
             if trouble.wrong >= self.limits.tries:
@@ -324,7 +341,15 @@ class StagingRun:
     def _again(self, copy: _Copy, why: str) -> None:
         """Another try after a pause that grows, with jitter; a peer's failure says nothing about the shard itself."""
         trouble, now = self._trouble[copy.shard.shard_id], time.monotonic()
+        if copy.busy:
+            trouble.busy_since = trouble.busy_since or now
+            if now - trouble.busy_since < self.limits.busy_s:
+                self._sources.worked(copy.source)
+                trouble.not_before = now + random.uniform(0.02, 0.2)
+                return
+        trouble.busy_since = None
         trouble.failures += 1
+        self._sources.failed(copy.source)
         self.counts.retries += 1
         if copy.source.shared:
             if trouble.deadline is None:
@@ -353,7 +378,8 @@ class StagingRun:
     def _give_up_stalled(self) -> None:
         now = time.monotonic()
         for copy in list(self._copies.values()):
-            if now - copy.watched_at < self.limits.stall_s:
+            patience_s = self.limits.stall_s if copy.opened else max(self.limits.stall_s, OPEN_WITHIN_S)
+            if now - copy.watched_at < patience_s:
                 continue
             moved = copy.done - copy.watched_done
             copy.watched_at, copy.watched_done = now, copy.done
@@ -375,13 +401,18 @@ class StagingRun:
     def _copy(self, copy: _Copy) -> None:
         try:
             reader = copy.source.open(copy.shard)
+            copy.watched_at = time.monotonic()
+            copy.opened = True
             try:
                 copy.digest = self._pour(reader, copy)
             finally:
                 reader.close()
+        except PeerBusyError:
+            copy.busy, copy.error = True, f"{copy.source.name} has not got it yet"
         except OSError as error:
             copy.full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            copy.error = f"{error.filename or copy.shard.path}: {error.strerror or error}"
+            where = error.filename or (copy.shard.path if copy.source.shared else copy.source.name)
+            copy.error = f"{where}: {error.strerror or error}"
         except Exception as error:
             copy.error = f"{type(error).__name__}: {error}"
         finally:

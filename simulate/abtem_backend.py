@@ -27,7 +27,7 @@ from exitwave.simulate.simulator import Sample
 from exitwave.simulate.tasks import SampleSpec, StructureSpec
 from exitwave.simulate.threads import single_threaded
 
-__all__ = ["AbtemSimulator", "Optics", "Slices", "batch_positions", "configure_abtem"]
+__all__ = ["AbtemSimulator", "Optics", "Slices", "batch_positions", "configure_abtem", "scattering_factor"]
 
 # abTEM's names of the aberration coefficients; angles are given to it in radians.
 _COEFFICIENTS = ("C12", "C21", "C23", "C30", "C32", "C34", "C50")
@@ -57,6 +57,17 @@ def configure_abtem() -> Any:
         }
     )
     return abtem
+
+
+def scattering_factor(number: int, g_per_A: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Electron scattering factor f(g) of an element in Å, g = 1 / d in 1/Å (Lobato and Van Dyck 2014, eq. 16)."""
+    from ase.data import chemical_symbols
+
+    table = configure_abtem().parametrizations.LobatoParametrization().parameters
+    a, b = np.asarray(table[chemical_symbols[number]], dtype=np.float64)
+    square = np.asarray(g_per_A, dtype=np.float64)[..., None] ** 2
+    factor: NDArray[np.float64] = (a * (2.0 + b * square) / (1.0 + b * square) ** 2).sum(-1)
+    return factor
 
 
 def batch_positions(grid_yx: tuple[int, int]) -> int:

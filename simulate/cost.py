@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from exitwave.ingest.schema import FieldSpec
+from exitwave.simulate.outputs import fields_of
+from exitwave.simulate.scanning import probe_count
 from exitwave.simulate.tasks import SampleSpec
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def estimate_seconds(sample: SampleSpec, simulator: str = "fast") -> float:
     """
     at_128, power, once = _SPEED.get(simulator, _SPEED["abtem"])
     points = sample.grid_yx[0] * sample.grid_yx[1]
-    probes = sample.recipe.scan.shape[0] * sample.recipe.scan.shape[1]
+    probes = probe_count(sample)
     per_point = at_128 * max(1.0, points / 128**2) ** power
     configurations = sample.recipe.phonons.count
     per_slice = points * (probes * per_point + (_POTENTIAL if configurations else 0.0))
@@ -78,8 +80,10 @@ def worker_memory_bytes(sample: SampleSpec, simulator: str = "fast") -> int:
 
 
 def sample_bytes_of(sample: SampleSpec) -> int:
+    """Bytes of one sample's arrays in float64, as they are summed over phonons; patterns of all simulated positions."""
     recipe = sample.recipe
-    return 8 * (math.prod(recipe.scan.shape) * math.prod(recipe.detector.shape) + math.prod(recipe.label.shape))
+    others = sum(math.prod(field.shape) for field in fields_of(recipe) if field.name != "cbed")
+    return 8 * (probe_count(sample) * math.prod(recipe.detector.shape) + others)
 
 
 def calibrate(plan: Plan, *, budget_s: float = 10.0) -> Calibration:

@@ -19,10 +19,11 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION
 from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
 from exitwave.simulate.simulator import resolve_simulator
-from exitwave.simulate.spec import MAX_SAMPLES, CampaignSpec
+from exitwave.simulate.spec import MAX_SAMPLES, CampaignSpec, StrongestAxes
 from exitwave.simulate.splits import SplitUnit, assign_splits
 from exitwave.simulate.structures.orient import OrientationError, orient
-from exitwave.simulate.structures.preflight import check_crystal, reduced_formula, symmetry_of
+from exitwave.simulate.structures.preflight import check_crystal, reduced_formula, rotations_of, symmetry_of
+from exitwave.simulate.structures.reflections import Axis, AxisError, strongest_axes
 from exitwave.simulate.structures.sources import Crystal, Rejected, read_sources
 from exitwave.simulate.tasks import (
     SampleSpec,
@@ -166,14 +167,19 @@ def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | R
         return
     named_by = crystal.atoms if crystal.parent is None else crystal.parent
     symmetry = symmetry_of(named_by)
-    for zone in crystal.zone_axes:
+    for axis in _axes(crystal, named_by):
+        if isinstance(axis, AxisError):
+            yield Rejected(source=crystal.source, why=str(axis))
+            continue
+        zone = axis.zone
         label = f"{crystal.source} along [{zone[0]} {zone[1]} {zone[2]}]"
+        thickness = spec.grid.slice_thickness_A
         try:
             cell = orient(
                 crystal.atoms,
                 zone,
                 max_strain=spec.cell.max_strain,
-                slice_thickness_A=spec.grid.slice_thickness_A,
+                slice_thickness_A=axis.d_A if thickness == "d_hkl" else thickness,
                 max_atoms=spec.cell.max_atoms,
                 index_cell=named_by.cell.array,
             )
@@ -198,9 +204,29 @@ def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | R
             lengths_A=cell.lengths_A,
             repeat_xy=(nx, ny),
             slices=cell.slices,
+            reflection=axis.reflection,
+            reflection_d_A=axis.d_A,
         )
         reason = _check_size(structure, spec)
         yield structure if reason is None else Rejected(source=label, why=reason)
+
+
+def _axes(crystal: Crystal, named_by: Any) -> Iterator[Axis | AxisError]:
+    """The zone axes as given, or those of the strongest reflections, or why there are none."""
+    asked = crystal.zone_axes
+    if not isinstance(asked, StrongestAxes):
+        yield from (Axis(zone=zone) for zone in asked)
+        return
+    try:
+        yield from strongest_axes(
+            crystal.atoms,
+            index_cell=named_by.cell.array,
+            rotations=rotations_of(named_by),
+            count=asked.strongest,
+            d_A=asked.d_A,
+        )
+    except AxisError as error:
+        yield error
 
 
 def _check_size(structure: StructureSpec, spec: CampaignSpec) -> str | None:
@@ -372,6 +398,8 @@ def _warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[s
         )
     widest = bounds(spec.sampling.semiangle_mrad)[1] * 1e-3
     nyquist = wavelength_A(high_keV) / (4.0 * widest)
+    if spec.sampling.touching_discs:  # lambda / (2 d), at any energy
+        nyquist = min(s.reflection_d_A for s in structures) / 2.0
     if step > nyquist * 1.001:
         yield f"scan.step_A of {step:g} Å undersamples the probe: up to {nyquist:.2f} Å (lambda / 4 alpha) resolve it"
     strained = [s for s in structures if s.strain > 1e-6]

@@ -26,7 +26,15 @@ from exitwave.simulate.label import lattice_points
 if TYPE_CHECKING:
     from exitwave.simulate.tasks import SampleSpec
 
-__all__ = ["in_cell_axes", "lattice_rotation_deg", "probe_positions", "reach_steps", "scan_patterns", "source_sigma_A"]
+__all__ = [
+    "in_cell_axes",
+    "lattice_rotation_deg",
+    "probe_count",
+    "probe_positions",
+    "reach_steps",
+    "scan_patterns",
+    "source_sigma_A",
+]
 
 _REACH = 3.0  # standard deviations of the source
 
@@ -60,6 +68,12 @@ def reach_steps(spec: SampleSpec) -> int:
         return 0
     # Jitter of four deviations stays within what is simulated.
     return math.ceil((_REACH * sigma + 4.0 * spec.values["scan_jitter_A"]) / spec.recipe.scan.step_A)
+
+
+def probe_count(spec: SampleSpec) -> int:
+    """How many positions `probe_positions` has."""
+    rows, columns = spec.recipe.scan.shape
+    return (rows + 2 * reach_steps(spec)) * (columns + 2 * reach_steps(spec))
 
 
 def probe_positions(spec: SampleSpec) -> NDArray[np.float64]:

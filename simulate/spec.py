@@ -31,12 +31,16 @@ __all__ = [
     "SamplingSpec",
     "ScanSpec",
     "SplitSpec",
+    "StrongestAxes",
     "StructureSource",
 ]
 
 
 # A direction with larger indices has a period of hundreds of Å, which no cell of a sensible size holds.
 ZoneIndex = Annotated[int, Field(ge=-50, le=50)]
+
+
+ZoneAxes = Annotated[tuple[tuple[ZoneIndex, ZoneIndex, ZoneIndex], ...], Field(min_length=1)]
 
 
 class BuilderCall(StrictModel):
@@ -55,6 +59,21 @@ class BuilderCall(StrictModel):
         return self
 
 
+class StrongestAxes(StrictModel):
+    """Zone axes from the strongest kinematic reflections: the normals of the `strongest` families of planes whose
+    spacing lies within `d_A`, in Å."""
+
+    strongest: int = Field(ge=1, le=50)
+    d_A: tuple[float, float] = (1.0, 5.0)
+
+    @field_validator("d_A")
+    @classmethod
+    def _ordered(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not 0.3 <= value[0] < value[1] <= 100:
+            raise ValueError(f"d_A: [least, largest] with 0.3 <= least < largest <= 100 expected, came {list(value)}")
+        return value
+
+
 class StructureSource(StrictModel):
     """One entry of `structures`: exactly one of library, cif, prototype, ase_db, builder."""
 
@@ -67,7 +86,7 @@ class StructureSource(StrictModel):
     ase_db: str | None = None
     select: str = ""
     builder: BuilderCall | None = None
-    zone_axes: tuple[tuple[ZoneIndex, ZoneIndex, ZoneIndex], ...] = Field(default=((0, 0, 1),), min_length=1)
+    zone_axes: ZoneAxes | StrongestAxes = ((0, 0, 1),)
     split: Literal["train", "val", "test"] | None = None
     # A file with places that are occupied in part is no crystal: rejected, or a seeded supercell with edges of at least
     # occupancy_extent_A is drawn from it.
@@ -79,10 +98,16 @@ class StructureSource(StrictModel):
     def _one_name(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
+    @field_validator("zone_axes", mode="wrap")
+    @classmethod
+    def _one_form(cls, value: Any, handler: Any) -> Any:
+        """Judged as the form that was written, so that an error speaks of that form only."""
+        return StrongestAxes.model_validate(value) if isinstance(value, dict) else handler(value)
+
     @field_validator("zone_axes")
     @classmethod
-    def _no_null_axis(cls, value: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
-        if any(axis == (0, 0, 0) for axis in value):
+    def _no_null_axis(cls, value: Any) -> Any:
+        if isinstance(value, tuple) and any(axis == (0, 0, 0) for axis in value):
             raise ValueError("zone axis [0, 0, 0] has no direction; three integers, not all zero, expected")
         return value
 
@@ -167,13 +192,15 @@ class SamplingSpec(StrictModel):
     Aberrations follow abTEM's polar expansion; `defocus_A = -C10`, positive when the crossover lies downstream.
     `scan_origin` is `random` (anywhere in the cell, evenly) or [y, x] in Å. `thickness_A` is realised in whole slices
     of the structure: the number nearest to the value drawn, within the bounds of its distribution where one fits. Each
-    sample records the thickness that was simulated. `crystal_rotation_deg` turns the crystal in its plane against
+    sample records the thickness that was simulated. `touching_discs` takes lambda / (2 d) for the semi-angle, d the
+    spacing of the reflection that gave the zone axis, in place of `semiangle_mrad`. `crystal_rotation_deg` turns the crystal in its plane against
     detector and scan. `source_fwhm_A` is the width of the source's image, at least two steps of the scan (or 0), and
     `scan_jitter_A` the standard deviation of a position along y and along x: both act in the simulation, for good.
     """
 
     energy_keV: Distribution = 200.0
     semiangle_mrad: Distribution = 15.0
+    touching_discs: bool = False
     defocus_A: Distribution = 0.0
     C12_A: Distribution = 0.0
     phi12_deg: Distribution = 0.0
@@ -211,6 +238,12 @@ class SamplingSpec(StrictModel):
                 raise ValueError(f"{edge:g}: expected {low:g}..{high:g} {unit}{ask}")
         return value
 
+    @model_validator(mode="after")
+    def _one_semiangle(self) -> SamplingSpec:
+        if self.touching_discs and "semiangle_mrad" in self.model_fields_set:
+            raise ValueError("touching_discs decides on the semi-angle: leave semiangle_mrad away, or touching_discs")
+        return self
+
     def drawn(self) -> dict[str, Distribution]:
         """Parameter name -> distribution, without `scan_origin`."""
         return {name: getattr(self, name) for name in _RANGES}
@@ -228,12 +261,15 @@ class ScanSpec(StrictModel):
         return _positive_shape(value)
 
 
+SliceThickness = Annotated[float, Field(gt=0.1, le=20)]
+
+
 class GridSpec(StrictModel):
     """The grid of the wave function and the slices of the potential."""
 
     sampling_A: float = Field(default=0.2, gt=0.005, le=1)
     max_gpts: int = Field(default=1024, ge=16, le=8192)
-    slice_thickness_A: float = Field(default=2.0, gt=0.1, le=20)
+    slice_thickness_A: SliceThickness | Literal["d_hkl"] = 2.0  # d_hkl: the spacing that gave the zone axis
     projection: Literal["infinite", "finite"] = "infinite"
     parametrization: Literal["lobato", "kirkland"] = "lobato"
 
@@ -398,6 +434,21 @@ class CampaignSpec(Recipe):
     samples_per_structure: int = Field(default=16, ge=1, le=MAX_SAMPLES)
     samples_per_shard: int = Field(default=16, ge=1, le=100_000)
     simulator: Literal["auto", "fast", "abtem", "weak-phase"] = "auto"
+
+    @model_validator(mode="after")
+    def _reflections_where_needed(self) -> CampaignSpec:
+        """What refers to the reflection of a zone axis needs axes that have one."""
+        given = [k for k, source in enumerate(self.structures) if not isinstance(source.zone_axes, StrongestAxes)]
+        for key, asked in (
+            ("grid.slice_thickness_A: d_hkl", self.grid.slice_thickness_A == "d_hkl"),
+            ("sampling.touching_discs", self.sampling.touching_discs),
+        ):
+            if asked and given:
+                raise ValueError(
+                    f"{key} needs the reflection of each zone axis: structures[{given[0]}].zone_axes: "
+                    "{strongest: 5, d_A: [1, 5]} expected"
+                )
+        return self
 
     @model_validator(mode="after")
     def _whole_passes(self) -> CampaignSpec:

@@ -58,6 +58,7 @@ class StructureSpec:
     """One crystal along one zone axis: an orthogonal period, and how often it is laid side by side.
 
     `key` is the sha256 of the source's content; `index` is the place in the plan and takes part in no hash.
+    `reflection` (hkl) of spacing `reflection_d_A` is what the zone axis was chosen by; zeros where it was given.
     Columns of `positions_A` and `lengths_A` are (x, y, z), z along the beam.
     """
 
@@ -77,6 +78,8 @@ class StructureSpec:
     lengths_A: tuple[float, float, float]
     repeat_xy: tuple[int, int]
     slices: int
+    reflection: tuple[int, int, int] = (0, 0, 0)
+    reflection_d_A: float = 0.0
 
     @property
     def slice_thickness_A(self) -> float:
@@ -165,7 +168,7 @@ class SampleSpec:
     def uid(self) -> int:
         """64-bit hash of the content; neither the split nor any place in the plan takes part."""
         recipe = self.recipe
-        content = {
+        content: dict[str, Any] = {
             "version": 1,
             "structure": self.structure.key,
             "zone_axis": self.structure.zone_axis,
@@ -189,6 +192,8 @@ class SampleSpec:
             content["volume"] = recipe.volume.model_dump()
         if self.scan_jitter_seed:
             content["scan_jitter_seed"] = self.scan_jitter_seed
+        if recipe.grid.slice_thickness_A == "d_hkl":
+            content["reflection"] = self.structure.reflection
         digest = hashlib.blake2b(canonical_json(content).encode(), digest_size=8, person=b"exitwave-uid-1").digest()
         return int.from_bytes(digest, "little")
 
@@ -213,6 +218,8 @@ class SampleSpec:
             "zone_axis": structure.zone_axis,
             "inplane_axis": structure.inplane_axis,
             "strain": structure.strain,
+            "reflection": structure.reflection,
+            "reflection_d_A": structure.reflection_d_A,
             "grid_y": self.grid_yx[0],
             "grid_x": self.grid_yx[1],
             "extent_y_A": structure.extent_yx_A[0],
@@ -272,6 +279,8 @@ def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, spl
         name: _rounded(draw(d, seed=seed, structure_key=key, sample=drawn_by, name=name, part=parts.get(name, (0, 1))))
         for name, d in recipe.sampling.drawn().items()
     }
+    if recipe.sampling.touching_discs:
+        values["semiangle_mrad"] = _rounded(1e3 * wavelength_A(values["energy_keV"]) / (2.0 * structure.reflection_d_A))
     if recipe.sampling.scan_origin == "random":
         y, x = (
             _rounded(length * next(uniform_stream(seed, key, drawn_by, f"scan_origin_{axis}")))

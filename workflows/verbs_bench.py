@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,33 +17,50 @@ from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
     "bench",
     panel=HELP,
     purpose="Measure exitwave beside its peers, in one run.",
-    more="allreduce: step times of the gradient engine beside DistributedDataParallel's with five bucket sizes, two "
-    "ranks, over the loopback interface and over links of 1 Gbit/s and 400 Mbit/s. The slower links are made of "
-    "network namespaces and need root; without it they are skipped, and said so. "
-    "simulate: the multislice loop on one core beside its floor (two transforms for each slice and probe) and abTEM.",
+    more="allreduce: step times of the gradient engine beside DistributedDataParallel's with five bucket sizes and "
+    "FSDP2's, two ranks, over the loopback interface and over links of 1 Gbit/s, 400 and 250 Mbit/s, for three models; "
+    "the messages of the control plane at 2 to 512 ranks; the scaling model against 2, 4 and 8 ranks. The slower links "
+    "are made of network namespaces and need root; without it they are skipped, and said so. About 8 minutes. "
+    "simulate: the multislice loop on one core beside its floor (two transforms for each slice and probe) and abTEM. "
+    "ingest: shuffled batches beside raw reads, litdata, webdataset and mosaicml-streaming, each after showing that an "
+    "epoch of it holds every sample once; staging beside cp. A loader that is not installed is skipped, and said so.",
     example="exitwave bench simulate\n"
+    "exitwave bench ingest --mds-python mds/bin/python\n"
     "exitwave bench allreduce\n"
     "exitwave bench allreduce --link loopback --model fc-densenet-tiny --seconds 60 --json",
     then="Compare the ratios, not the times: machines differ.",
     codes="0 measured, whether or not the targets hold; 1 a rank failed; 2 no such benchmark; 75 stopped.",
 )
 def bench(
-    what: Annotated[str, typer.Argument(metavar="allreduce|simulate", help="What to measure.")],
+    what: Annotated[str, typer.Argument(metavar="allreduce|ingest|simulate", help="What to measure.")],
     link: Annotated[
-        list[str] | None, typer.Option("--link", metavar="NAME", help="loopback, 1gbit, 400mbit; all by default.")
+        list[str] | None,
+        typer.Option("--link", metavar="NAME", help="loopback, 1gbit, 400mbit, 250mbit (all by default), 100mbit."),
     ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", metavar="NAME", help="fc-densenet-tiny, fc-densenet-small, small-tensors-1000; all by default."
+            "--model",
+            metavar="NAME",
+            help="fc-densenet, unet3d, small-tensors-1000 (all by default), fc-densenet-tiny, fc-densenet-small.",
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=1.0, help="To measure each model on each link, after warming up.")
-    ] = 20.0,
+        float | None,
+        typer.Option("--seconds", min=1.0, help="allreduce: for each model on each link (default 8, --full 60)."),
+    ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="simulate: grids of 512 x 512 too; takes several times as long.")
+        bool, typer.Option("--full", help="More models or grids, more rounds; takes several times as long.")
     ] = False,
+    samples: Annotated[
+        int, typer.Option("--samples", min=64, help="ingest: how many of 512 KiB, once on disk for each loader.")
+    ] = 1024,
+    mds_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--mds-python", metavar="FILE", help="ingest: the Python of an environment with mosaicml-streaming."
+        ),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -64,9 +82,21 @@ def bench(
             measured = bench_simulate(full=full, note=session.note)
             session.result(measured, lambda: bench_table(measured))
         return
+    if what == "ingest":
+        from contextlib import redirect_stdout
+
+        from exitwave.ingest.bench import bench_ingest
+        from exitwave.workflows.session import open_session
+        from exitwave.workflows.tables import bench_table
+
+        with open_session(json=json, quiet=quiet) as session:
+            with redirect_stdout(sys.stderr):  # some loaders print
+                measured = bench_ingest(samples=samples, mds_python=mds_python, note=session.note)
+            session.result(measured, lambda: bench_table(measured))
+        return
     if what != "allreduce":
-        raise UsageError(f"bench: {what!r} does not exist: choose allreduce or simulate")
+        raise UsageError(f"bench: {what!r} does not exist: choose allreduce, ingest or simulate")
     from exitwave.train.allreduce.bench import run_bench, table
 
-    document = run_bench(links=link, models=model, seconds=seconds, say=say)
+    document = run_bench(links=link, models=model, seconds=seconds, full=full, say=say)
     print(codec.dumps(document, indent=1) if json else table(document))

@@ -138,6 +138,120 @@ def ingest(
         session.hint(f"exitwave inspect {out}")
 
 
+OutDataset = Annotated[Path, typer.Option("--out", metavar="DATASET", help="The data set to make; it must not exist.")]
+
+
+def _show_view(session: Session, report: Any) -> None:
+    splits = ", ".join(f"{name} {n}" for name, n in sorted(report.splits.items()))
+    document = report.to_json()
+    document["message"] = (
+        f"{report.samples} samples ({splits}) in {report.shards} shards, {report.linked} taken whole and "
+        f"{report.rewritten} written anew; {report.dropped} samples left out: {report.out}"
+    )
+    session.result(document, lambda: document["message"])
+    session.hint(f"exitwave verify {report.out}")
+
+
+@verb(
+    "subset",
+    panel=DATA,
+    purpose="Make a data set of some samples of another: by split, parameters, structure or id.",
+    more="Whole shards are linked (or copied to another disk), of others the wanted rows are written anew. The source "
+    "stays as it is; how the subset was made stands in its manifest.",
+    example="exitwave subset data/quick --where \"energy_keV>=150 and split=='train'\" --out data/high\n"
+    "exitwave subset data/quick --where \"formula in ('Au', 'Cu')\" --out data/metals",
+    then="`exitwave inspect DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    codes="0 made; 2 the condition cannot be read or leaves nothing, --out exists; 3 a source shard is damaged; 75 "
+    "interrupted or disk full, the same command goes on.",
+)
+def subset(
+    dataset: DatasetFolder,
+    out: OutDataset,
+    where: Where = None,
+    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Samples of this split only.")] = None,
+    uid: Annotated[
+        list[str] | None, typer.Option("--uid", metavar="UID", help="A sample's id, or #N. May be given several times.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.ingest.subset import subset_dataset
+    from exitwave.workflows.datasets import find_dataset
+
+    with open_session(json=json, quiet=quiet) as session:
+        source = find_dataset(dataset)
+
+        def work(emit: Callable[..., None]) -> Any:
+            return subset_dataset(
+                source, out, where=where, split=split, uids=uid or (), emit=emit, stopped=session.stop.is_set
+            )
+
+        _show_view(session, run_work(session, work))
+
+
+@verb(
+    "merge",
+    panel=DATA,
+    purpose="Make one data set of several.",
+    more="Fields and parameters must be the same. A sample that stands in several is taken once; one id for different "
+    "samples is refused, and so is a composition that one data set trains on and another tests on.",
+    example="exitwave merge data/first data/second --out data/both",
+    then="`exitwave verify DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    codes="0 made; 2 the data sets do not go together, --out exists; 3 a source shard is damaged; 75 interrupted or "
+    "disk full, the same command goes on.",
+)
+def merge(
+    datasets: Annotated[list[Path], typer.Argument(metavar="D1 D2…", help="Two data sets or more, or RUNs.")],
+    out: OutDataset,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.ingest.merge import merge_datasets
+    from exitwave.workflows.datasets import find_dataset
+
+    with open_session(json=json, quiet=quiet) as session:
+        sources = [find_dataset(folder) for folder in datasets]
+
+        def work(emit: Callable[..., None]) -> Any:
+            return merge_datasets(sources, out, emit=emit, stopped=session.stop.is_set)
+
+        _show_view(session, run_work(session, work))
+
+
+@verb(
+    "migrate",
+    panel=DATA,
+    purpose="Bring a data set of an older format to the present one.",
+    more="Samples keep their ids, bytes and order. The new data set is built and compared beside the old one, then "
+    "takes its place in one step; the old one is kept as DATASET.version-N until you remove it.",
+    example="exitwave migrate data/old",
+    then="`exitwave verify DATASET`; then remove DATASET.version-N.",
+    codes="0 migrated, or nothing to do; 2 it is being written to, or no way leads from its version; 3 a shard is "
+    "damaged; 75 interrupted or disk full: the data set is as it was, the same command goes on.",
+)
+def migrate(dataset: DatasetFolder, json: Json = False, quiet: Quiet = False, debug: Debug = False) -> None:
+    from exitwave.ingest.migrate import migrate_dataset
+    from exitwave.workflows.datasets import find_dataset
+
+    with open_session(json=json, quiet=quiet) as session:
+        source = find_dataset(dataset) if dataset.exists() else dataset  # a killed swap is finished where it can be
+
+        def work(emit: Callable[..., None]) -> Any:
+            return migrate_dataset(source, emit=emit, stopped=session.stop.is_set)
+
+        report = run_work(session, work)
+        document = report.to_json()
+        document["message"] = (
+            f"{report.dataset}: version {report.version_before} -> {report.version}, {report.samples} samples in "
+            f"{report.shards} shards; the old data set is {report.kept}"
+            if report.kept
+            else f"{report.dataset}: is of version {report.version} already; nothing to do."
+        )
+        session.result(document, lambda: document["message"])
+
+
 def run_work(session: Session, work: Callable[[Callable[..., None]], Any]) -> Any:
     """Runs `work(emit)` with progress; it looks at `session.stop` between two units."""
     with session.progress() as feed, session.finishing("the sample in hand"):

@@ -222,8 +222,8 @@ def _assemble(
 
 def _boundary(z: np.ndarray, slice_thickness_A: float) -> float:
     """The height in [0, slice) in the middle of the widest gap that atoms leave, modulo one slice."""
-    heights = np.unique(np.round(np.mod(z, slice_thickness_A), 5))
-    heights = heights[heights < slice_thickness_A - 1e-5] if len(heights) > 1 else heights
+    heights = np.round(np.mod(z, slice_thickness_A), 5)
+    heights = np.unique(np.where(heights < slice_thickness_A - 1e-5, heights, 0.0))  # a slice on is the same place
     gaps = np.diff(np.append(heights, heights[0] + slice_thickness_A))
     widest = int(np.argmax(np.round(gaps, 4)))
     return float(np.mod(heights[widest] + gaps[widest] / 2.0, slice_thickness_A))

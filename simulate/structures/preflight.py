@@ -15,7 +15,7 @@ import numpy as np
 
 from exitwave.simulate.structures.sources import Crystal
 
-__all__ = ["MAX_SYMMETRY_ATOMS", "Symmetry", "check_crystal", "reduced_formula", "symmetry_of"]
+__all__ = ["MAX_SYMMETRY_ATOMS", "Symmetry", "check_crystal", "reduced_formula", "rotations_of", "symmetry_of"]
 
 MIN_DISTANCE_A = 0.7
 MIN_VOLUME_PER_ATOM_A3 = 1.0
@@ -75,6 +75,19 @@ def _check_overlap(atoms: Any) -> str | None:
         f"atoms {first[k]} ({names[first[k]]}) and {second[k]} ({names[second[k]]}) are {distance[k]:.3f} Å apart, "
         f"at least {MIN_DISTANCE_A} Å expected"
     )
+
+
+def rotations_of(atoms: Any, *, symprec: float = 1e-2) -> np.ndarray:
+    """Rotations (m, 3, 3) of the crystal in its fractional coordinates; the identity where spglib finds none."""
+    import spglib
+
+    found = None
+    cell = (atoms.cell.array, atoms.get_scaled_positions(), atoms.numbers)
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        if len(atoms) <= MAX_SYMMETRY_ATOMS:
+            found = spglib.get_symmetry(cell, symprec=symprec)
+    return np.eye(3, dtype=int)[None] if found is None else np.unique(found["rotations"], axis=0)
 
 
 def _counts(atoms: Any) -> Counter[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
-from exitwave.simulate.spec import StructureSource
+from exitwave.simulate.spec import StrongestAxes, StructureSource
 from exitwave.simulate.structures.cif import CifError, read_average
 from exitwave.simulate.structures.occupancy import sample_supercell
 from exitwave.simulate.structures.prototypes import build_prototype
@@ -39,7 +39,7 @@ class Crystal:
     source: str
     licence: str
     key: str
-    zone_axes: tuple[tuple[int, int, int], ...]
+    zone_axes: tuple[tuple[int, int, int], ...] | StrongestAxes
     split: str | None
     parent: Any = None
 

@@ -70,3 +70,15 @@ def test_faults_have_one_message_and_a_code(dataset: Path, tmp_path: Path, capfd
     message = refused(capfd, 3, *export, "webdataset")
     assert shard.stem in message and "cbed" in message and "uid 0x" in message
     assert not (tmp_path / "x").exists()
+
+
+def test_subset_merge_and_migrate(dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    high = document(capfd, "subset", dataset, "--where", "energy_keV >= 200", "--out", tmp_path / "high")
+    low = document(capfd, "subset", dataset, "--where", "energy_keV < 200", "--out", tmp_path / "low")
+    assert (high["samples"], low["samples"], high["splits"]) == (6, 6, {"val": 3, "test": 3})
+    both = document(capfd, "merge", tmp_path / "high", tmp_path / "low", "--out", tmp_path / "both")
+    assert both["samples"] == 12 and document(capfd, "verify", tmp_path / "both")["ok"]
+    assert sorted(open_dataset(tmp_path / "both").uids) == sorted(open_dataset(dataset).uids)
+    assert document(capfd, "migrate", tmp_path / "both")["kept"] == ""
+    message = refused(capfd, 2, "subset", dataset, "--where", "energy>=200", "--out", tmp_path / "z")
+    assert "did you mean energy_keV" in message and "\n  energy>=200\n  ^" in message

@@ -17,18 +17,23 @@ from exitwave.train.allreduce.bench import METHODS, rows_and_targets, run_bench,
 from exitwave.train.allreduce.bench_links import open_link
 
 
-def measured(ours_s: float, communication_s: float) -> dict:
+def measured(ours_s: float, communication_s: float, step_s: float = 0.7) -> dict:
     # The second round is twice as slow for all: the ratio within a round does not mind.
     steps = {name: [[1.0, 1.1, 1.2], [2.0, 2.2, 2.4]] for name in METHODS}
     steps["static/optimal"] = [[ours_s] * 3, [2 * ours_s] * 3]
     steps["ddp/10MB"] = [[0.9, 1.0, 1.1], [1.8, 2.0, 2.2]]
+    steps["step/optimal"] = [[step_s] * 3, [2 * step_s] * 3]
+    steps["compute"] = steps["compute+traffic"] = [[0.6] * 3, [0.6] * 3]
     return {
         "steps_s": steps,
         "exposed_s": {"static/optimal": 0.1},
         "communication_s": communication_s,
+        "reduction_s": 0.51,
+        "refused": {},
+        "batch": 2,
         "tensors": 3,
         "nbytes": 12,
-        "planning": {"groups": 2},
+        "planning": {"groups": 2, "predicted_s": 0.5, "predicted_before_s": 0.6},
     }
 
 
@@ -41,20 +46,35 @@ def test_the_best_ddp_is_the_measure_and_a_slow_link_asks_for_more(ours_s, commu
     assert [row["method"] for row in rows] == list(METHODS)
     ours = next(row for row in rows if row["method"] == "static/optimal")
     assert ours["to_best_ddp"] == pytest.approx(ours_s)
-    assert ours["planning"] == {"groups": 2} and ours["exposed_s"] == 0.1
+    assert ours["planning"]["groups"] == 2 and ours["exposed_s"] == 0.1
     assert ours["spread_s"] == [ours_s, 2 * ours_s]
-    (only,) = targets
-    assert "ddp/10MB" in only["name"]
-    assert (only["target"], only["holds"]) == (target, holds)
+    assert ours["grouping_gain"]["predicted"] == pytest.approx(1 / 6)
+    assert "ddp/10MB" in targets[0]["name"]
+    assert (targets[0]["target"], targets[0]["holds"]) == (target, holds)
+
+
+@pytest.mark.parametrize(
+    ("communication_s", "target"), [(0.01, 1.02), (0.3, 0.95), (0.6, 0.80), (1.2, 0.90), (0.42, None)]
+)
+def test_the_target_of_the_whole_step_goes_by_the_measured_ratio(communication_s, target):
+    _, targets = rows_and_targets("l", "m", measured(1.0, communication_s, step_s=0.75))
+    of_peers = [t for t in targets if "best of DDP and FSDP2" in t["name"]]
+    assert [t["target"] for t in of_peers] == ([] if target is None else [target])
+    assert all(t["value"] == pytest.approx(0.75) and t["holds"] for t in of_peers)
+    (bound,) = [t for t in targets if "under traffic" in t["name"]]
+    assert bound["target"] == 1.20
+    assert bound["value"] == pytest.approx(0.75 * 1.5 / max(0.6, communication_s))
+    end = [t for t in targets if "F(n)" in t["name"]]
+    assert [t["value"] for t in end] == ([] if communication_s == 0.01 else [pytest.approx(1.02)])
 
 
 def test_a_short_run_measures_methods_on_two_ranks():
-    methods = ["compute", "ddp/1MB", "static/optimal", "coordinator/bytes"]
+    methods = ["compute", "compute+traffic", "ddp/1MB", "fsdp2", "static/optimal", "coordinator/bytes", "step/optimal"]
     document = run_bench(links=["loopback"], models=["fc-densenet-tiny"], methods=methods, seconds=0.1)
     assert document["bench"] == "allreduce"
     assert [row["method"] for row in document["rows"]] == methods
     assert all(row["step_s"] > 0 and row["steps"] >= 9 for row in document["rows"])
-    assert len(document["targets"]) == 1 and not document["skipped"]
+    assert len(document["targets"]) >= 2 and not document["skipped"]
     planning = next(row["planning"] for row in document["rows"] if "planning" in row)
     assert planning["predicted_s"] <= planning["predicted_before_s"] * 1.002
     for word in ("static/optimal", "ddp/1MB", "target"):

@@ -1,12 +1,16 @@
-"""`exitwave bench allreduce`: step times of this engine beside DDP's, on the same ranks, models and links.
+"""`exitwave bench allreduce`: step times of this engine beside DDP's and FSDP2's, on the same ranks, models and links.
 
-Two processes with one thread each take the same steps (forward, loss, backward, until the gradients are the mean) by
-every method in turn, for several rounds, the order turned by one each round, so that whatever else the machine does
-falls on all of them. A method's step time is the median over its steps; methods are compared by the ratio of their
-medians within each round, and then the median of those.
+Two processes with one thread each take the same steps (forward, loss, backward, optimizer) by every method in turn, for
+several rounds, the order turned by one each round, so that whatever else the machine does falls on all of them. A
+method's step time is the median over its steps; methods are compared by the ratio of their medians within each round,
+and then the median of those.
+
+The batch of a model is chosen so that communication/compute is about 0.5 at 1 Gbit/s; slower links then give more. The
+ratio that the targets go by is the measured one.
 
 What runs where: `run_bench` starts the ranks (over the loopback interface, or in two network namespaces whose link is
-slowed down: `bench_links`) and reads what they wrote; `python -m exitwave.train.allreduce.bench` is one rank.
+slowed down: `bench_links`) and reads what they wrote; `bench_rank` is one rank. The control plane is counted by
+`bench_control`, the scaling model checked by `bench_scaling`.
 """
 
 from __future__ import annotations
@@ -22,46 +26,65 @@ from typing import Any
 import torch
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
+from exitwave.train.allreduce.bench_control import control_rows, control_table, control_targets
 from exitwave.train.allreduce.bench_links import LINKS, open_link, terminated_as_interrupt
+from exitwave.train.allreduce.bench_scaling import check_scaling, scale_rows, scaling_table
 
 __all__ = ["METHODS", "MODELS", "rows_and_targets", "run_bench", "table"]
 
-_BEST = "static/optimal"
-# "compute" exchanges nothing; ddp by bucket cap; ours by protocol and grouping
+_BEST, _STEP = "static/optimal", "step/optimal"
+_TRAFFIC = "compute+traffic"
+# "compute" exchanges nothing, "compute+traffic" computes beside allreduces that it does not need; ddp by bucket cap;
+# fsdp2 is fully_shard of each block; ours by protocol and grouping, "step" with overlap="step".
 METHODS = (
     "compute",
+    _TRAFFIC,
     *(f"ddp/{cap}MB" for cap in (1, 4, 10, 25, 50)),
+    "fsdp2",
     "static/bytes",
     _BEST,
     "bitvector/bytes",
     "coordinator/bytes",
+    _STEP,
 )
-MODELS = ("fc-densenet-tiny", "fc-densenet-small", "small-tensors-1000")
+MODELS = ("fc-densenet", "unet3d", "small-tensors-1000", "fc-densenet-tiny", "fc-densenet-small")
+_DEFAULT_MODELS, _DEFAULT_LINKS = MODELS[:3], ("loopback", "1gbit", "400mbit", "250mbit")
 _SLOW_LINK = 0.05  # communication/compute from which on the link matters
+# communication/compute -> target of overlap="step" against the best of DDP and FSDP2
+_STEP_TARGETS = (((0.35, 0.65), 0.95), ((0.8, 1.5), 0.80), ((1.7, 2.4), 0.90))
 
 
 def run_bench(
     *,
     links: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
-    methods: Sequence[str] = METHODS,
-    seconds: float = 20.0,
+    methods: Sequence[str] | None = None,
+    seconds: float | None = None,
+    full: bool = False,
+    beside: bool | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure, and return the benchmark document: `bench`, `machine`, `rows`, `targets`, `skipped`.
+    """Measure, and return the document: `bench`, `machine`, `rows`, `control`, `scaling`, `targets`, `skipped`.
 
     Args:
-        links: of `LINKS`; None means all. Those that need root are skipped, and said so, where there is none.
-        models: of `MODELS`; None means all.
+        links: of `LINKS`; None means four. Those that need root are skipped, and said so, where there is none.
+        models: of `MODELS`; None means the first three, with `full` all but the tiny one.
         methods: of `METHODS`, with "compute", "static/optimal" and one of ddp among them; fewer get more rounds.
-        seconds: to measure each model on each link, after warming up.
+        seconds: to measure each model on each link, after warming up; None means 8, with `full` 60.
+        full: more models, more rounds, and the coordinator.
+        beside: count the control plane and check the scaling model, too; None: unless links or models were chosen.
         say: told what is going on.
 
     Raises:
         UsageError: an unknown link, model or method.
         InterruptedRunError: stopped by a signal; processes and namespaces are gone.
     """
-    links, models = tuple(links or ("loopback", "1gbit", "400mbit")), tuple(models or MODELS)
+    if beside is None:
+        beside = links is None and models is None
+    links = tuple(links or _DEFAULT_LINKS)
+    models = tuple(models or (m for m in MODELS if m in _DEFAULT_MODELS or (full and m != "fc-densenet-tiny")))
+    methods = tuple(methods or (m for m in METHODS if full or not m.startswith("coordinator")))
+    seconds = seconds or (60.0 if full else 8.0)
     for given, known, what in ((links, tuple(LINKS), "link"), (models, MODELS, "model"), (methods, METHODS, "method")):
         for name in given:
             if name not in known:
@@ -69,14 +92,26 @@ def run_bench(
     rows: list[dict[str, Any]] = []
     targets: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
+    control: list[dict[str, Any]] = []
+    scaling: list[dict[str, Any]] = []
     try:
         with terminated_as_interrupt():
+            if beside:
+                say("counting the messages of the control plane")
+                control = control_rows()
+                targets += control_targets(control)
             for link in links:
                 try:
-                    _on_link(link, models, methods, seconds, say, rows, targets)
+                    _on_link(link, models, methods, seconds, say, rows, targets, skipped)
                 except UsageError as error:
                     skipped.append({"link": link, "why": str(error)})
                     say(f"{link}: skipped: {error}")
+            if beside:
+                try:
+                    scaling, more = check_scaling(say=say)
+                    targets += more
+                except UsageError as error:
+                    skipped.append({"link": "scaling model", "why": str(error)})
     except KeyboardInterrupt:
         raise InterruptedRunError("the benchmark was stopped; nothing was kept") from None
     machine = {
@@ -87,7 +122,15 @@ def run_bench(
         "ranks": 2,
         "threads_per_rank": 1,
     }
-    return {"bench": "allreduce", "machine": machine, "rows": rows, "targets": targets, "skipped": skipped}
+    return {
+        "bench": "allreduce",
+        "machine": machine,
+        "rows": rows,
+        "control": control,
+        "scaling": {"rows": scaling, "model": scale_rows()},
+        "targets": targets,
+        "skipped": skipped,
+    }
 
 
 def _on_link(
@@ -98,6 +141,7 @@ def _on_link(
     say: Callable[[str], None],
     rows: list[dict[str, Any]],
     targets: list[dict[str, Any]],
+    skipped: list[dict[str, str]],
 ) -> None:
     with open_link(link) as ranks, tempfile.TemporaryDirectory(prefix="exitwave-bench-") as folder:
         for model in models:
@@ -107,9 +151,12 @@ def _on_link(
             ranks.run("exitwave.train.allreduce.bench_rank", arguments, limit_s=10 * seconds + 300)
             if not out.exists():
                 raise ExitwaveError(f"bench allreduce: the ranks of {link}, {model} ended without a result")
-            some_rows, some_targets = rows_and_targets(link, model, json.loads(out.read_text(encoding="utf-8")))
+            measured = json.loads(out.read_text(encoding="utf-8"))
+            some_rows, some_targets = rows_and_targets(link, model, measured)
             rows += some_rows
             targets += some_targets
+            for method, why in measured["refused"].items():
+                skipped.append({"link": f"{link}, {model}, {method}", "why": why})
 
 
 def rows_and_targets(
@@ -118,7 +165,8 @@ def rows_and_targets(
     """Rows and targets of one model on one link. Pure.
 
     `measured` is what rank 0 wrote: `steps_s` (method -> rounds -> step times, seconds), `exposed_s` (method of ours ->
-    seconds a step), `communication_s` (one allreduce of all gradients), `nbytes`, `tensors`, `planning`.
+    seconds a step), `communication_s` (one allreduce of all gradients), `reduction_s` (static/optimal's, from the first
+    gradient to the end), `batch`, `nbytes`, `tensors`, `planning`.
     """
     steps: dict[str, list[list[float]]] = measured["steps_s"]
     medians = {method: statistics.median(t for one in rounds for t in one) for method, rounds in steps.items()}
@@ -128,33 +176,67 @@ def rows_and_targets(
     rows = []
     for method, rounds in steps.items():
         low, high = _quartiles([t for one in rounds for t in one])
-        rows.append(
-            {
-                "link": link,
-                "model": model,
-                "method": method,
-                "step_s": medians[method],
-                "spread_s": [low, high],
-                "steps": sum(len(one) for one in rounds),
-                "to_best_ddp": _paired(steps[method], steps[best_ddp]),
-                "exposed_s": measured["exposed_s"].get(method),
-                "tensors": measured["tensors"],
-                "nbytes": measured["nbytes"],
-                "communication_to_compute": ratio,
-                **({"planning": measured["planning"]} if method == _BEST else {}),
-            }
-        )
-    limit = 1.00 if ratio >= _SLOW_LINK else 1.02
-    value = _paired(steps[_BEST], steps[best_ddp])
-    targets = [
-        {
-            "name": f"{link}, {model}: step time of {_BEST} / best DDP ({best_ddp})",
-            "value": value,
-            "target": limit,
-            "holds": value <= limit,
+        row = {
+            "link": link,
+            "model": model,
+            "method": method,
+            "step_s": medians[method],
+            "spread_s": [low, high],
+            "steps": sum(len(one) for one in rounds),
+            "to_best_ddp": _paired(steps[method], steps[best_ddp]),
+            "exposed_s": measured["exposed_s"].get(method),
+            "batch": measured["batch"],
+            "tensors": measured["tensors"],
+            "nbytes": measured["nbytes"],
+            "communication_s": measured["communication_s"],
+            "communication_to_compute": ratio,
         }
-    ]
-    return rows, targets
+        if method == _BEST:
+            row["planning"] = measured["planning"]
+            row["reduction_s"] = measured["reduction_s"]
+            if "static/bytes" in steps:
+                row["grouping_gain"] = {
+                    "predicted": 1 - measured["planning"]["predicted_s"] / measured["planning"]["predicted_before_s"],
+                    "measured": 1 - _paired(steps[_BEST], steps["static/bytes"]),
+                }
+        if method == "bitvector/bytes" and "static/bytes" in steps:
+            row["added_to_static_s"] = medians[method] - medians["static/bytes"]
+        rows.append(row)
+    return rows, _targets(f"{link}, {model}", steps, medians, measured, best_ddp, ratio)
+
+
+def _targets(
+    where: str,
+    steps: Mapping[str, list[list[float]]],
+    medians: Mapping[str, float],
+    measured: Mapping[str, Any],
+    best_ddp: str,
+    ratio: float,
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    def add(name: str, value: float, target: float) -> None:
+        found.append({"name": f"{where}: {name}", "value": value, "target": target, "holds": value <= target})
+
+    slow = ratio >= _SLOW_LINK
+    add(f"step time of {_BEST} / best DDP ({best_ddp})", _paired(steps[_BEST], steps[best_ddp]), 1.00 if slow else 1.02)
+    if slow:
+        predicted = measured["planning"]["predicted_s"]
+        add("end of reduction / F(n) of the plan", measured["reduction_s"] / predicted, 1.05)
+    if _STEP in steps:
+        peers = [best_ddp, *(["fsdp2"] if "fsdp2" in steps else [])]
+        best = min(peers, key=lambda method: medians[method])
+        value = _paired(steps[_STEP], steps[best])
+        what = f'step time of overlap="step" / best of DDP and FSDP2 ({best}) at communication/compute {ratio:.2f}'
+        if not slow:
+            add(what, value, 1.02)
+        for (low, high), target in _STEP_TARGETS:
+            if low <= ratio <= high:
+                add(what, value, target)
+        if _TRAFFIC in steps:
+            bound = max(medians[_TRAFFIC], measured["communication_s"])
+            add('step time of overlap="step" / max(compute under traffic, communication)', medians[_STEP] / bound, 1.20)
+    return found
 
 
 def _paired(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
@@ -181,6 +263,20 @@ def table(document: Mapping[str, Any]) -> str:
             f"{row['link']:<10} {row['model']:<20} {row['method']:<18} {1e3 * row['step_s']:>10.1f} {spread:>17} "
             f"{row['to_best_ddp']:>11.3f}"
         )
+    for row in document["rows"]:
+        where = f"{row['link']}, {row['model']}"
+        if "added_to_static_s" in row:
+            lines.append(f"{where}: bitvector adds {1e3 * row['added_to_static_s']:.2f} ms a step to static")
+        if "grouping_gain" in row:
+            gain = row["grouping_gain"]
+            lines.append(
+                f"{where}: communication/compute {row['communication_to_compute']:.2f}; optimal grouping: reduction "
+                f"ends {gain['predicted']:.1%} sooner (predicted), the step {gain['measured']:.1%} (measured)"
+            )
+    if document["control"]:
+        lines.append(control_table(document["control"]))
+    if document["scaling"]["rows"]:
+        lines.append(scaling_table(document["scaling"]["rows"], document["scaling"]["model"]))
     for target in document["targets"]:
         verdict = "holds" if target["holds"] else "MISSED"
         lines.append(f"{target['name']}: {target['value']:.3f}, target {target['target']:.2f}: {verdict}")

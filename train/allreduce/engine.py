@@ -429,6 +429,7 @@ class GroupedAllreduce(nn.Module):
         self.counters.steps += 1
         before, self._ended = self._ended, time.perf_counter()
         self.counters.exposed_s += self._ended - begun
+        self.counters.reduction_s += self._ended - self._backward_begun
         if self._tuner is not None:
             self._tuner.end(begun, self._ended - begun)
         if self._timeline is not None:

@@ -43,6 +43,7 @@ class Counters:
     bytes: int = 0  # bytes of the tensors given to data collectives
     cycles: int = 0  # negotiations
     exposed_s: float = 0.0  # seconds waited after the local backward pass had ended
+    reduction_s: float = 0.0  # seconds from a pass's first gradient to the end of its reduction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The networks. `build_model` makes the one that a configuration names."""
 
 from exitwave.train.models.fc_densenet import PRESETS, FCDenseNet, build_model
+from exitwave.train.models.unet3d import UNet3D
 
-__all__ = ["PRESETS", "FCDenseNet", "build_model"]
+__all__ = ["PRESETS", "FCDenseNet", "UNet3D", "build_model"]

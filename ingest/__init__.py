@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from exitwave.ingest.manifest import load_manifest
     from exitwave.ingest.staging import stage
     from exitwave.ingest.verify import verify_dataset
+    from exitwave.ingest.windows import Window
 
 __all__ = [
     "Dataset",
     "GlobalSampler",
     "ShardDataset",
+    "Window",
     "collate",
     "load_manifest",
     "open_dataset",
@@ -31,6 +33,7 @@ _HOME = {
     "Dataset": "dataset",
     "GlobalSampler": "batches",
     "ShardDataset": "batches",
+    "Window": "windows",
     "collate": "batches",
     "load_manifest": "manifest",
     "open_dataset": "dataset",

@@ -16,8 +16,9 @@ import numpy as np
 
 from exitwave.ingest.dataset import Dataset, open_dataset
 from exitwave.ingest.sampler import GlobalSampler
+from exitwave.ingest.windows import ShardLayout, Window
 
-__all__ = ["GlobalSampler", "SampleList", "ShardDataset", "collate"]
+__all__ = ["GlobalSampler", "SampleList", "ShardDataset", "Window", "collate"]
 
 Array = np.ndarray[Any, Any]
 
@@ -81,6 +82,9 @@ class ShardDataset:
 
     def digest_until(self, generation: int) -> str:
         return self.data.digest_until(generation)
+
+    def layout_until(self, generation: int) -> ShardLayout:
+        return self.data.layout_until(generation)
 
     def __len__(self) -> int:
         return len(self.data)

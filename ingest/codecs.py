@@ -45,7 +45,20 @@ def _square(stored: Array, scale: float, out: Array) -> None:
 ENCODINGS: dict[str, Encoding] = {
     "sqrt-f2": Encoding(stored_dtype="<f2", value_dtype="<f4", decode=_square),
 }
-DECOMPRESSORS: dict[str, Decompressor] = {}
+
+
+def _by_filter(compression: str) -> Decompressor:
+    """A compression that goes through a filter of HDF5; the library is loaded by the first chunk."""
+
+    def decompress_it(data: Array, out: Array, itemsize: int) -> None:
+        from exitwave.ingest.compress import decompress_chunk
+
+        decompress_chunk(compression, data, out, itemsize)
+
+    return decompress_it
+
+
+DECOMPRESSORS: dict[str, Decompressor] = {name: _by_filter(name) for name in ("bitshuffle-lz4", "blosc2-zstd")}
 
 
 def check_codec(field: str, dtype: Any, encoding: str, compression: str = "") -> None:

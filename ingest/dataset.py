@@ -24,6 +24,7 @@ from exitwave.ingest.records import Manifest, ShardRecord
 from exitwave.ingest.schema import FieldSpec
 from exitwave.ingest.staging_home import CacheHome
 from exitwave.ingest.tiles import plan_tile
+from exitwave.ingest.windows import ShardLayout
 
 if TYPE_CHECKING:
     from exitwave.ingest.shard import Structure
@@ -120,6 +121,20 @@ class Dataset:
         """A hash of which shards those are, in order: two data sets of equal digest have the same sample numbers."""
         ids = "\n".join(f"{shard.shard_id} {shard.n}" for shard in self.shards if shard.generation <= generation)
         return xxhash.xxh3_64_hexdigest(ids.encode())
+
+    def layout_until(self, generation: int) -> ShardLayout:
+        """Those shards for an order of samples: ids, samples in each, and its structures by number."""
+        shards = [shard for shard in self.shards if shard.generation <= generation]
+        numbers: dict[str, int] = {}
+        structures = [
+            tuple(numbers.setdefault(f"{s.sha256} {s.zone_axis}", len(numbers)) for s in shard.structures)
+            for shard in shards
+        ]
+        return ShardLayout(
+            ids=[shard.shard_id for shard in shards],
+            counts=np.array([shard.n for shard in shards], dtype=np.int64),
+            structures=structures,
+        )
 
     def record_of(self, i: int) -> tuple[ShardRecord, int]:
         """The shard of sample `i` and the sample's row in it. IndexError outside -len..len-1."""

@@ -9,7 +9,10 @@ hspy: one signal per field under `/Experiments`, axes in the order of the array,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ from exitwave.ingest.shard import Structure
 __all__ = ["ExportedSample", "write_emd", "write_hspy"]
 
 Array = np.ndarray[Any, Any]
+_LIBVER = ("earliest", "v110")
+_METADATA = 1 << 18  # bytes: more than names, attributes and parameters of a sample take
 _CHUNK = 1 << 20  # bytes: whole patterns together, as HyperSpy itself writes
 
 
@@ -45,9 +50,33 @@ class ExportedSample:
         return f"{formula} {self.uid:016x}"
 
 
+@contextlib.contextmanager
+def _reserved(path: Path, sample: ExportedSample) -> Iterator[Any]:
+    """A new HDF5 file whose room on the disk is reserved before anything is written.
+
+    HDF5 takes the whole process down when it meets a full disk at closing; reserving meets it first, as an OSError.
+    Closing cuts the file to its true length.
+    """
+    nbytes = sum(array.nbytes for array in sample.arrays.values())
+    atoms = 0 if sample.structure is None else 64 * sample.structure.numbers.size
+    needed = nbytes + nbytes // 32 + atoms + _METADATA
+    disk = os.statvfs(path.parent)
+    if disk.f_bavail * disk.f_frsize < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    with h5py.File(path, "w", libver=_LIBVER):
+        pass
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, needed)
+    finally:
+        os.close(fd)
+    with h5py.File(path, "r+", libver=_LIBVER) as file:
+        yield file
+
+
 def write_emd(path: Path, sample: ExportedSample, *, datacube: bool = False) -> None:
     """An EMD 1.0 file at `path`. `datacube`: the four-dimensional field as a DataCube of py4DSTEM."""
-    with h5py.File(path, "w", libver=("earliest", "v110")) as file:
+    with _reserved(path, sample) as file:
         file.attrs["emd_group_type"] = "file"
         file.attrs["version_major"], file.attrs["version_minor"] = 1, 0
         file.attrs["authoring_program"] = "exitwave"
@@ -148,7 +177,7 @@ def _structure_values(structure: Structure) -> dict[str, Any]:
 
 def write_hspy(path: Path, sample: ExportedSample) -> None:
     """A HyperSpy file (format 3.3) at `path`, one signal for each field."""
-    with h5py.File(path, "w", libver=("earliest", "v110")) as file:
+    with _reserved(path, sample) as file:
         file.attrs["file_format"], file.attrs["file_format_version"] = "HyperSpy", "3.3"
         experiments = file.create_group("Experiments")
         for field in sample.fields:

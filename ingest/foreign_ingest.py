@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from exitwave.ingest.building import build_beside, refuse_existing, refuse_inside
+from exitwave.ingest.compress import shard_writer
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.files import byte_view
 from exitwave.ingest.foreign import open_foreign
@@ -281,8 +282,9 @@ def _write(
     fields: tuple[FieldSpec, ...],
     told: Callable[[int], None],
 ) -> PublishedShard:
-    with ShardWriter(
+    with shard_writer(
         folder,
+        compression=spec.compression,
         shard_id=plan.shard_id,
         task=plan.task,
         campaign_hash=load_manifest(folder).header.campaign_hash,

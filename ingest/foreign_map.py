@@ -142,6 +142,7 @@ class MapSpec(StrictModel):
     structure: StructureMap | None = None
     tile: dict[str, int] = Field(default_factory=dict)
     shard_bytes: int = 256 << 20
+    compression: Literal["", "bitshuffle-lz4", "blosc2-zstd"] = ""
 
     @field_validator("parameters", mode="before")
     @classmethod

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ORDER_VERSION", "batch_bounds", "partition", "permute"]
+__all__ = ["ORDER_VERSION", "batch_bounds", "derived_seed", "partition", "permute"]
 
 ORDER_VERSION = 1
 
@@ -45,6 +45,11 @@ def _key(seed: int, epoch: int, generation: int) -> int:
     for number in (seed, epoch, generation):
         key = _mix_int(key + _GOLDEN + _mix_int(number + _GOLDEN))
     return key
+
+
+def derived_seed(seed: int, epoch: int, generation: int, purpose: int) -> int:
+    """A seed for another permutation of the same epoch, not like that of the samples nor of another purpose."""
+    return _mix_int(_key(seed, epoch, generation) + _GOLDEN * purpose)
 
 
 def permute(positions: Array, n: int, *, seed: int, epoch: int, generation: int = 0) -> Array:

@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.compress import shard_writer
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, hash_file, part_path, shard_path
 from exitwave.ingest.manifest import MANIFEST_NAME, ManifestWriter, create_dataset
 from exitwave.ingest.reading import ShardFiles
 from exitwave.ingest.records import Header, PublishedShard, ShardRecord
 from exitwave.ingest.schema import FieldSpec
-from exitwave.ingest.shard import ShardReader, ShardWriter, exitwave_version
+from exitwave.ingest.shard import ShardReader, exitwave_version
 from exitwave.ingest.shard_check import find_published
 from exitwave.ingest.verify import check_shard
 
@@ -177,8 +178,9 @@ def _rewrite(job: ShardJob, folder: Path, header: Header, files: ShardFiles) -> 
         simulator = str(reader.attrs.get("simulator", ""))
         campaign = str(reader.attrs.get("campaign_hash", ""))
         wanted = {int(s) for s in params["structure"]} if "structure" in (params.dtype.names or ()) else set()
-        with ShardWriter(
+        with shard_writer(
             folder,
+            compression=next((e.compression for e in job.record.extents if e.compression), ""),
             shard_id=job.shard_id,
             task=job.record.task,
             campaign_hash=campaign,

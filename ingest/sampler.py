@@ -13,7 +13,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.order import ORDER_VERSION, batch_bounds, partition, permute
+from exitwave.ingest.order import ORDER_VERSION, batch_bounds, partition
+from exitwave.ingest.windows import SampleOrder, ShardLayout, Window
 
 __all__ = ["GlobalSampler", "Ordered"]
 
@@ -31,6 +32,7 @@ class Ordered(Protocol):
     def split_name(self) -> str | None: ...
     def n_samples_until(self, generation: int) -> int: ...
     def digest_until(self, generation: int) -> str: ...
+    def layout_until(self, generation: int) -> ShardLayout: ...
 
 
 class GlobalSampler:
@@ -41,7 +43,8 @@ class GlobalSampler:
     ranks get pieces whose sizes differ by one at most. `tail="drop"` leaves out what does not fill a global batch at an
     epoch's end (other samples each epoch, when shuffled). `tail="keep"`, for evaluation, gives each sample exactly once
     over all ranks: the last batches are smaller, and may be empty on some ranks, but every rank has as many of them.
-    `generation`: use samples up to this one only (default: the newest now).
+    `generation`: use samples up to this one only (default: the newest now). `window`: shuffle through a moving window
+    of shards (see `windows`), for a cache that does not hold the data set; by default all samples at once.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class GlobalSampler:
         shuffle: bool = True,
         generation: int | None = None,
         tail: Literal["drop", "keep"] = "drop",
+        window: Window | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise UsageError(f"rank {rank}: expected 0..{world_size - 1}")
@@ -77,6 +81,15 @@ class GlobalSampler:
         self._split = dataset.split_name
         self._digest = dataset.digest_until(self.generation)
         self.n_samples = dataset.n_samples_until(self.generation)
+        self.window = window
+        self.order = SampleOrder(
+            self.n_samples,
+            seed=seed,
+            generation=self.generation,
+            shuffle=shuffle,
+            window=window,
+            layout=None if window is None else dataset.layout_until(self.generation),
+        )
         if self.samples_per_epoch == 0:
             split = "" if self._split is None else f" of split {self._split!r}"
             raise UsageError(
@@ -108,9 +121,7 @@ class GlobalSampler:
         at_once = max(1, _POSITIONS_AT_ONCE * self.world_size // self.global_batch)
         for first in range(0, len(bounds), at_once):
             pieces = [partition(np.arange(*b), self.rank, self.world_size) for b in bounds[first : first + at_once]]
-            mine = np.concatenate(pieces)
-            if self.shuffle:
-                mine = permute(mine, self.n_samples, seed=self.seed, epoch=epoch, generation=self.generation)
+            mine = self.order.at(np.concatenate(pieces), epoch)
             for piece in np.split(mine, np.cumsum([len(piece) for piece in pieces])[:-1]):
                 yield piece.tolist()
 
@@ -138,6 +149,7 @@ class GlobalSampler:
             "tail": self.tail,
             "global_batch": self.global_batch,
             "order_version": ORDER_VERSION,
+            "window": None if self.window is None else [self.window.shards, self.window.structures],
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -21,35 +21,34 @@ from typing import Any
 import h5py
 import numpy as np
 
-from exitwave.ingest.codecs import check_codec, decode
-from exitwave.ingest.errors import DamagedDataError, UsageError
+from exitwave.ingest.codecs import check_codec
+from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import byte_view, crc32c, disk_full_means_interrupted, part_path, publish, shard_path
-from exitwave.ingest.records import Extent, PublishedShard, StructureInfo, check_name, dtype_to_json
-from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, SHARD_VERSIONS_READ, TABLES, FieldSpec
+from exitwave.ingest.records import Extent, PublishedShard, StructureInfo, check_name
+from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, FieldSpec
 from exitwave.ingest.shard_check import describe_shard
+from exitwave.ingest.shard_reader import ShardReader, Structure, read_extents
 
-__all__ = ["ShardReader", "ShardWriter", "Structure", "exitwave_version", "read_extents"]
+__all__ = ["ALIGNMENT", "LIBVER", "ShardReader", "ShardWriter", "Structure", "exitwave_version", "read_extents"]
 
 # Threshold 1 would align every small table too and bloat small shards 3.6 times.
-_ALIGNMENT = {"alignment_threshold": 65536, "alignment_interval": 4096}
+ALIGNMENT = {"alignment_threshold": 65536, "alignment_interval": 4096}
 _METADATA = 65536  # bytes: more than HDF5's own records take for a file or for a structure
-_LIBVER = ("earliest", "v110")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Structure:
-    """A structure as simulated: numbers (N,), positions_A (N, 3) and cell_A (3, 3) in Å, pbc (3,)."""
-
-    info: StructureInfo
-    numbers: np.ndarray[Any, Any]
-    positions_A: np.ndarray[Any, Any]
-    cell_A: np.ndarray[Any, Any]
-    pbc: np.ndarray[Any, Any]
-    wyckoff: str
+LIBVER = ("earliest", "v110")
 
 
 def _little(dtype: Any) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
+
+
+def _contiguous() -> Any:
+    """Where bytes lie is decided at once, nothing is filled, no time is recorded."""
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_layout(h5py.h5d.CONTIGUOUS)
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    layout.set_obj_track_times(False)
+    return layout
 
 
 def exitwave_version() -> str:
@@ -112,18 +111,26 @@ class ShardWriter:
         with disk_full_means_interrupted(self.dataset, self._needed):
             folder.mkdir(parents=True, exist_ok=True)
             self._part = part_path(folder, self.shard_id)
-            disk = os.statvfs(folder)
-            if disk.f_bavail * disk.f_frsize < self._needed + _METADATA:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             try:
-                self._lay_out(self._part)
-                self._extents = {extent.field: extent for extent in read_extents(self._part)}
-                self._fd = os.open(self._part, os.O_RDWR | os.O_CLOEXEC)
-                os.posix_fallocate(self._fd, 0, os.fstat(self._fd).st_size)
+                self._begin(folder)
             except BaseException:
                 self._discard()
                 raise
         return self
+
+    def _begin(self, folder: Path) -> None:
+        """Makes the file, in its whole size."""
+        disk = os.statvfs(folder)
+        if disk.f_bavail * disk.f_frsize < self._needed + _METADATA:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._part is not None:
+            self._lay_out(self._part)
+            self._open_laid_out(self._part)
+
+    def _open_laid_out(self, part: Path) -> None:
+        self._extents = {extent.field: extent for extent in read_extents(part)}
+        self._fd = os.open(part, os.O_RDWR | os.O_CLOEXEC)
+        os.posix_fallocate(self._fd, 0, os.fstat(self._fd).st_size)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -139,16 +146,11 @@ class ShardWriter:
             self._part = None
 
     def _lay_out(self, path: Path) -> None:
-        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        layout.set_layout(h5py.h5d.CONTIGUOUS)
-        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        layout.set_obj_track_times(False)
-        with h5py.File(path, "w", libver=_LIBVER, **_ALIGNMENT) as file:
+        with h5py.File(path, "w", libver=LIBVER, **ALIGNMENT) as file:
 
             def add(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], attrs: Mapping[str, Any]) -> None:
                 kind = h5py.h5t.py_create(dtype, logical=True)
-                h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), layout)
+                h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), _contiguous())
                 for key, value in attrs.items():
                     file[name].attrs[key] = value
 
@@ -167,7 +169,14 @@ class ShardWriter:
                 }
                 if field.encoding:
                     attrs |= {"encoding": field.encoding, "scale": field.scale}
-                add(field.name, self._dtypes[field.name], (self.n, *field.shape), attrs)
+                self._create_field(file, field)
+                for key, value in attrs.items():
+                    file[field.name].attrs[key] = value
+
+    def _create_field(self, file: Any, field: FieldSpec) -> None:
+        kind = h5py.h5t.py_create(self._dtypes[field.name], logical=True)
+        shape = h5py.h5s.create_simple((self.n, *field.shape))
+        h5py.h5d.create(file.id, field.name.encode(), kind, shape, _contiguous())
 
     def write(self, row: int, *, uid: int, params: np.void, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Writes sample `row` (0 <= row < n): its 64-bit `uid`, its record of `params_dtype`, one array per field."""
@@ -188,10 +197,17 @@ class ShardWriter:
                 raise UsageError(f"{where}: {field.name} holds values that are not finite")
             data = byte_view(array, dtype)
             self._crc[row, column] = crc32c(data)
-            self._put(self._extents[field.name], row, data)
+            self._put_sample(field, row, data)
         self._uids[row] = uid
         self._params[row] = params
         self._written[row] = True
+
+    def _put_sample(self, field: FieldSpec, row: int, data: np.ndarray[Any, Any]) -> None:
+        """Keeps the stored bytes of one sample of one field."""
+        self._put(self._extents[field.name], row, data)
+
+    def _finish_samples(self) -> None:
+        """After the last sample, before the tables: nothing is left to do where samples lie in place."""
 
     def _put(self, extent: Extent, row: int, data: np.ndarray[Any, Any]) -> None:
         if self._fd is None:
@@ -231,6 +247,7 @@ class ShardWriter:
         values, counts = np.unique(self._uids, return_counts=True)
         if counts.max() > 1:
             raise UsageError(f"shard {self.shard_id}: uid {int(values[counts.argmax()]):#018x} stands twice")
+        self._finish_samples()
         params_crc = np.array([crc32c(byte_view(p, self._params_dtype)) for p in self._params], dtype="<u4")
         tables = {"uid": self._uids, "params": self._params, "crc32c": self._crc, "params_crc32c": params_crc}
         for name, table in tables.items():
@@ -264,7 +281,7 @@ class ShardWriter:
             os.close(fd)
 
     def _add_structures(self, path: Path) -> None:
-        with h5py.File(path, "r+", libver=_LIBVER, **_ALIGNMENT) as file:
+        with h5py.File(path, "r+", libver=LIBVER, **ALIGNMENT) as file:
             top = file.create_group("structures")
             for index, structure in sorted(self._structures.items()):
                 group = top.create_group(str(index))
@@ -272,134 +289,3 @@ class ShardWriter:
                     group.create_dataset(name, data=getattr(structure, name), track_times=False)
                 for key, value in {**asdict(structure.info), "wyckoff": structure.wyckoff}.items():
                     group.attrs[key] = np.uint64(value) if key == "prototype_group" else value
-
-
-class ShardReader:
-    """Reads a shard through HDF5, without the manifest: for people and checks. Training reads by extents instead."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        try:
-            self._file = h5py.File(self.path, "r")
-        except FileNotFoundError:
-            raise UsageError(f"{self.path}: there is no such shard") from None
-        except OSError as error:
-            raise DamagedDataError(f"{self.path}: cannot be opened as HDF5 ({error})") from error
-        self.attrs: dict[str, Any] = {
-            key: value.item() if isinstance(value, np.generic) else value for key, value in self._file.attrs.items()
-        }
-        found = (self.attrs.get("format"), self.attrs.get("format_version"))
-        if found[0] != SHARD_FORMAT or found[1] not in SHARD_VERSIONS_READ:
-            self._file.close()
-            raise UsageError(
-                f"{self.path}: found format {found[0]!r} version {found[1]}, expected {SHARD_FORMAT!r} version "
-                f"{' or '.join(map(str, SHARD_VERSIONS_READ))}. Read it with the exitwave that wrote it "
-                f"({self.attrs.get('exitwave_version', 'unknown')})."
-            )
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def n(self) -> int:
-        return int(self._file["uid"].shape[0])
-
-    @property
-    def fields(self) -> tuple[FieldSpec, ...]:
-        names = str(self._file["crc32c"].attrs["fields"]).split(",")
-        return tuple(
-            FieldSpec(
-                name=name,
-                dtype=self._file[name].dtype.str,
-                shape=tuple(self._file[name].shape[1:]),
-                axes=tuple(a for a in str(self._file[name].attrs["axes"]).split(",") if a),
-                unit=str(self._file[name].attrs["unit"]),
-                meaning=str(self._file[name].attrs["meaning"]),
-                **_encoding(self._file[name]),
-            )
-            for name in names
-            if name
-        )
-
-    @property
-    def uids(self) -> np.ndarray[Any, Any]:
-        return np.asarray(self._file["uid"][:])
-
-    @property
-    def params(self) -> np.ndarray[Any, Any]:
-        return np.asarray(self._file["params"][:])
-
-    @property
-    def crc32c(self) -> np.ndarray[Any, Any]:
-        return np.asarray(self._file["crc32c"][:])
-
-    @property
-    def extents(self) -> tuple[Extent, ...]:
-        return tuple(_extents(self._file))
-
-    def read(self, field: str, row: int) -> np.ndarray[Any, Any]:
-        """The values of one sample of one field, in the shape of the field."""
-        spec = next(spec for spec in self.fields if spec.name == field)
-        return decode(spec, np.asarray(self._file[field][row]))
-
-    @property
-    def structures(self) -> tuple[StructureInfo, ...]:
-        return tuple(self.structure(int(i)).info for i in sorted(self._file["structures"], key=int))
-
-    @property
-    def params_crc32c(self) -> np.ndarray[Any, Any]:
-        return np.asarray(self._file["params_crc32c"][:])
-
-    def structure(self, index: int) -> Structure:
-        """Structure `index` of this shard, as `/params` names it."""
-        group = self._file["structures"].get(str(index))
-        if group is None:
-            raise UsageError(
-                f"{self.path}: no structure {index}; there are {sorted(self._file['structures'], key=int)}"
-            )
-        attrs = dict(group.attrs)
-        wyckoff = str(attrs.pop("wyckoff"))
-        arrays = {name: np.asarray(group[name][:]) for name in ("numbers", "positions_A", "cell_A", "pbc")}
-        arrays["pbc"] = arrays["pbc"].astype(bool)
-        return Structure(info=StructureInfo.from_json(attrs), wyckoff=wyckoff, **arrays)
-
-
-def _encoding(data: Any) -> dict[str, Any]:
-    """`encoding` and `scale` of a dataset that has them; nothing for plain numbers."""
-    if "encoding" not in data.attrs:
-        return {}
-    return {"encoding": str(data.attrs["encoding"]), "scale": float(data.attrs["scale"])}
-
-
-def _extents(file: Any) -> Iterator[Extent]:
-    names = [name for name in str(file["crc32c"].attrs["fields"]).split(",") if name]
-    for name in (*names, *TABLES):
-        data = file[name]
-        offset = data.id.get_offset()
-        if data.chunks is not None or offset is None:
-            raise DamagedDataError(f"{file.filename}: /{name} is not contiguous, or was never allocated")
-        stride = data.dtype.itemsize * int(np.prod(data.shape[1:], dtype=np.int64))
-        yield Extent.from_json(
-            {
-                "field": name,
-                "dtype": dtype_to_json(data.dtype),
-                "shape": data.shape,
-                "offset": offset,
-                "stride": stride,
-                **_encoding(data),
-            }
-        )
-
-
-def read_extents(path: Path) -> tuple[Extent, ...]:
-    """Where each field's bytes lie, as HDF5 tells after opening the file anew."""
-    with h5py.File(path, "r") as file:
-        return tuple(_extents(file))

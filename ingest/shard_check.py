@@ -27,7 +27,7 @@ def describe_shard(path: Path, relative: str) -> PublishedShard:
 
     Raises DamagedDataError naming sample and field. The statistics are those of the bytes read back.
     """
-    from exitwave.ingest.shard import ShardReader  # the writer there ends by calling this check
+    from exitwave.ingest.shard_reader import ShardReader  # the writer there ends by calling this check
 
     with ShardReader(path) as reader:
         extents, fields, uids, params, sums = reader.extents, reader.fields, reader.uids, reader.params, reader.crc32c

@@ -193,9 +193,11 @@ class SamplingSpec(StrictModel):
     `scan_origin` is `random` (anywhere in the cell, evenly) or [y, x] in Å. `thickness_A` is realised in whole slices
     of the structure: the number nearest to the value drawn, within the bounds of its distribution where one fits. Each
     sample records the thickness that was simulated. `touching_discs` takes lambda / (2 d) for the semi-angle, d the
-    spacing of the reflection that gave the zone axis, in place of `semiangle_mrad`. `crystal_rotation_deg` turns the crystal in its plane against
-    detector and scan. `source_fwhm_A` is the width of the source's image, at least two steps of the scan (or 0), and
-    `scan_jitter_A` the standard deviation of a position along y and along x: both act in the simulation, for good.
+    spacing of the reflection that gave the zone axis, in place of `semiangle_mrad`.
+
+    `crystal_rotation_deg` turns the crystal in its plane against detector and scan. `source_fwhm_A` is the width of the
+    source's image, at least two steps of the scan (or 0), and `scan_jitter_A` the standard deviation of a position
+    along y and along x: both act in the simulation, for good.
     """
 
     energy_keV: Distribution = 200.0
@@ -342,6 +344,12 @@ def _positive_shape(value: tuple[int, int]) -> tuple[int, int]:
     return value
 
 
+class StorageSpec(StrictModel):
+    """How shards lie on disk. `compression` is lossless; it helps counts, and noise-free float32 hardly at all."""
+
+    compression: Literal["", "bitshuffle-lz4", "blosc2-zstd"] = ""
+
+
 class Recipe(StrictModel):
     """How samples are drawn from any structure: all of a campaign but its structures, sizes and splits."""
 
@@ -361,6 +369,7 @@ class Recipe(StrictModel):
     volume: VolumeSpec | None = None
     # How a field of intensities is stored; readers give float32 values whatever it is.
     encoding: dict[Literal["cbed", "images"], Literal["sqrt-f2"]] = Field(default_factory=dict)
+    storage: StorageSpec = StorageSpec()
 
     @model_validator(mode="after")
     def _fans_out(self) -> Recipe:

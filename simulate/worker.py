@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.compress import shard_writer
 from exitwave.ingest.encoding import encode_sample
 from exitwave.ingest.records import StructureInfo
 from exitwave.ingest.schema import PARAMS_DTYPE
-from exitwave.ingest.shard import ShardWriter
 from exitwave.ingest.shard_check import find_published
 from exitwave.simulate.simulator import Simulator, get_simulator
 from exitwave.simulate.tasks import StructureSpec, TaskSpec, fields_of
@@ -47,8 +47,9 @@ def run_task(task: TaskSpec, dataset: str) -> dict[str, Any]:
     adopted = published is not None
     if published is None:
         fields = fields_of(task.recipe)
-        with ShardWriter(
+        with shard_writer(
             root,
+            compression=task.recipe.storage.compression,
             shard_id=task.shard_id,
             task=task.index,
             campaign_hash=task.campaign_hash,

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.compress import shard_writer
 from exitwave.ingest.manifest import ManifestWriter, create_dataset
 from exitwave.ingest.records import Header, StructureInfo
 from exitwave.ingest.schema import PARAMS_DTYPE, STANDARD_FIELDS, FieldSpec
-from exitwave.ingest.shard import ShardWriter
 
 SCAN, DETECTOR, LABEL = (3, 4), (8, 6), (9, 12)
 DQ, DR = (0.05, 0.06), (0.4, 0.5)  # 1/Å and Å along y and x
@@ -72,7 +72,7 @@ def uid_of(task: int, row: int) -> int:
 
 
 def write_task(root: Path, task: int, *, n: int = 3, fields: tuple[FieldSpec, ...] = FIELDS, **options: Any) -> Any:
-    with ShardWriter(
+    with shard_writer(
         root,
         shard_id=f"{task % 256:02x}{task:014x}",
         task=task,

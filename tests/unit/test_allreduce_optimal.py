@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
+import time
 
 import pytest
 import torch
@@ -162,6 +164,81 @@ def test_all_ranks_switch_to_one_plan_after_the_same_reduction(protocol, tmp_pat
             spans = [e for e in trace if e["pid"] == rank and e.get("cat") == kind]
             assert {e["args"]["step"] for e in spans} == set(range(9))
             assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
+
+
+class Drifting(nn.Module):
+    """Its backward pass waits before one layer's gradients: for each rank a time that a test may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.shared = self.layers[0]  # used first and last
+        self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.slow, self.seconds = 3, 0.0
+
+    def forward(self, x, branch):
+        for k, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if k == self.slow and self.seconds:
+                x.register_hook(lambda g, s=self.seconds: time.sleep(s))
+        return self.shared(self.branches[branch](x))
+
+
+def test_the_plan_is_made_again_when_the_ready_times_drift_on_all_ranks_together():
+    changes = threading.Barrier(3)
+
+    def work(rank, data, control):
+        torch.manual_seed(0)
+        model = Drifting()
+        engine = GroupedAllreduce(
+            model, grouping=Optimal(max_mb=1, recheck=3), transports=(data, control), timeout_s=20
+        )
+        link = LinkCost(alpha_s=5e-3, beta_s_per_byte=2.5e-6)  # all in one group, unless there is time before the last
+        engine._tuner._link = link
+        engine._measure_again = lambda: link
+        plans, made = [], []
+        for step in range(40):
+            if step == 20:
+                changes.wait(20)
+                model.seconds = 0.1 if rank == 1 else 0.0  # on one rank alone: all follow
+            model.zero_grad(set_to_none=step % 2 == 0)
+            engine(torch.ones(2, 32), rank % 2).square().mean().backward()
+            plans.append(engine.plan)
+            made.append(engine.counters.plans)
+        planning, counters = engine.planning, engine.counters
+        gradient = model.layers[0].weight.grad.clone()
+        engine.close()
+        return plans, made, planning, counters, gradient
+
+    results = on_ranks(3, work)
+    for result in results:
+        assert not isinstance(result, Exception), result.__notes__
+        plans, made, planning, counters, gradient = result
+        assert plans == results[0][0], "ranks changed their plans differently"
+        assert made[5] == 0 and made[6] == 1, "the first plan comes by count"
+        assert made[-1] > made[19], "the drift went unnoticed"
+        assert len(plans[-1]) > len(plans[19])
+        assert counters.steps == 40
+        assert torch.equal(gradient, results[0][4])
+        ready = planning.ready_s
+        assert ready["layers.0.weight"] == max(ready.values()) or ready["layers.0.weight"] > ready["layers.1.weight"]
+        assert ready["branches.0.weight"] >= ready["layers.0.weight"], "unused on rank 1: ready at the end there"
+
+
+def test_a_steady_run_keeps_its_plan_and_recheck_0_never_looks_again():
+    def work(rank, data, control, recheck):
+        engine = GroupedAllreduce(
+            net(), grouping=Optimal(max_mb=1e-3, recheck=recheck), transports=(data, control), timeout_s=20
+        )
+        engine._tuner._link = LinkCost(alpha_s=10.0, beta_s_per_byte=0.0)  # so dear that one group is best, always
+        engine._measure_again = lambda: LinkCost(alpha_s=10.0, beta_s_per_byte=0.0)
+        for _ in range(25):
+            engine(torch.ones(2, 8)).square().mean().backward()
+        engine.close()
+        return engine.counters.plans, engine.counters.steps
+
+    for recheck in (2, 0):
+        assert on_ranks(2, lambda *args, r=recheck: work(*args, r)) == [(1, 25)] * 2
 
 
 def test_a_saved_plan_is_used_from_the_start_and_measured_no_more():

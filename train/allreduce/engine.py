@@ -9,8 +9,8 @@ From a gradient to the wire:
 3.  At the end of backward, parameters that had no gradient contribute zeros, the remaining groups go out, and the
     engine waits for all of them. `.grad` now holds the mean over ranks. A parameter that no rank used keeps None.
 
-With grouping "optimal" the plan is made twice: at construction as "bytes" would, and once more after a few measured
-reductions (`tuning`). The change happens between two reductions, at the same count on every rank.
+With grouping "optimal" the first plan is as "bytes" would make it, the next is made after a few measured reductions,
+and others when measurements drift (`tuning`). A change happens between two reductions, at the same count on every rank.
 
 The weights of the ranks add up to one: 1/world size each, or n_local/n_global after `set_local_batch`.
 """
@@ -33,6 +33,7 @@ from exitwave.ingest.errors import ExitwaveError, UsageError
 from exitwave.train.allreduce import groups
 from exitwave.train.allreduce.agreement import broadcast_tensors, describe, verify_same
 from exitwave.train.allreduce.coordinator import CoordinatorSchedule
+from exitwave.train.allreduce.cost import LinkCost
 from exitwave.train.allreduce.fusion import FusionBuffers
 from exitwave.train.allreduce.groups import GroupPlan
 from exitwave.train.allreduce.module_plan import plan_module, tensor_infos
@@ -44,7 +45,7 @@ from exitwave.train.allreduce.sharded_optimizer import check_optimizer, describe
 from exitwave.train.allreduce.stall import Progress, Watch
 from exitwave.train.allreduce.step_mode import StepMode, open_step_ring, plan_for_steps
 from exitwave.train.allreduce.timeline import Timeline, to_chrome
-from exitwave.train.allreduce.tuning import Planning, Tuner, measure_link
+from exitwave.train.allreduce.tuning import RECHECK_BYTES, Planning, Tuner, measure_link
 from exitwave.train.transport import Handle, TorchTransport, Transport
 
 __all__ = ["Counters", "GroupedAllreduce"]
@@ -376,6 +377,12 @@ class GroupedAllreduce(nn.Module):
             link = measure_link(self._data, sum(group.nbytes for group in self.plan.groups), device, self._wait)
             self._tuner = Tuner(chosen, tensor_infos(self.module, self._parameters_by_name), link)
 
+    def _measure_again(self) -> LinkCost:
+        assert self._data is not None
+        device = next(iter(self._parameters_by_name.values())).device
+        nbytes = sum(group.nbytes for group in self.plan.groups)
+        return measure_link(self._data, nbytes, device, self._wait, most_bytes=RECHECK_BYTES)
+
     # -------------------------------------------------------------------------------------------- a backward pass
 
     def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:
@@ -385,7 +392,7 @@ class GroupedAllreduce(nn.Module):
         if not self._running:
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if self._tuner is not None:
+        if self._tuner is not None and self._tuner.listens:
             self._tuner.ready(i)
         try:
             assert self._reducer is not None
@@ -399,9 +406,11 @@ class GroupedAllreduce(nn.Module):
             self._fail(UsageError("overlap='step': call optimizer = engine.wrap(optimizer) before the first backward"))
         if self._tuner is not None and self._tuner.due:
             assert self._control is not None
-            self.planning = self._tuner.plan(self.plan, self._control, self._wait)
-            self._tuner = None
-            self._use(self.planning.plan)
+            planning = self._tuner.plan(self.plan, self._control, self._wait, self._measure_again)
+            if planning is not None:
+                self.planning = planning
+                self.counters.plans += 1
+                self._use(planning.plan)
         self._running = True
         self._finite = None
         assert self._reducer is not None

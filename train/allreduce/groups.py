@@ -187,6 +187,7 @@ class Optimal:
 
     max_mb: float = 50.0  # MB of 2**20 bytes that one group may hold; a larger tensor travels alone
     tolerance: float = 0.002  # of the predicted end; within it, fewer groups are better
+    recheck: int = 200  # reductions from one look at the measurements to the next; 0: plan once
 
     def __post_init__(self) -> None:
         if not self.max_mb > 0:

@@ -42,6 +42,7 @@ class Counters:
     collectives: int = 0  # data collectives; fewer than groups where neighbours were fused
     bytes: int = 0  # bytes of the tensors given to data collectives
     cycles: int = 0  # negotiations
+    plans: int = 0  # plans made from measurements, the first included
     exposed_s: float = 0.0  # seconds waited after the local backward pass had ended
     reduction_s: float = 0.0  # seconds from a pass's first gradient to the end of its reduction
 

@@ -83,7 +83,7 @@ class Dataset:
         self._files = files
         # starts[s] is the number of the first sample of shard s; starts[-1] the number of samples.
         self._starts = np.concatenate([[0], np.cumsum([shard.n for shard in self.shards], dtype=np.int64)])
-        self._split_names = np.array([shard.split.encode() for shard in self.shards], dtype="S8")
+        self._split_names = np.array([shard.split.encode() for shard in self.shards], dtype="S16")
         self._specs = {spec.name: spec for spec in self.fields}
         self._buffers = BufferPool()
 

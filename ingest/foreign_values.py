@@ -133,9 +133,9 @@ def splits_of_file(file: ForeignFile, split: str | SplitMap, n: int) -> list[str
 
 
 def _split_name(name: str, file: ForeignFile) -> str:
-    if not name.isidentifier() or len(name.encode()) > 8:
+    if not name.isidentifier() or len(name.encode()) > 16:
         raise UsageError(
-            f"{file.path}: split {name!r}: expected a word of at most 8 letters, such as train, val, test."
+            f"{file.path}: split {name!r}: expected a word of at most 16 letters, such as train, val, test."
         )
     return name
 

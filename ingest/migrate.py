@@ -63,7 +63,10 @@ def _add_columns(params: Array, columns: list[Any]) -> Array:
 
 
 def _one_to_two(params: Array) -> Array:
-    """Version 2 added source size, scan jitter, displacements by element, and the extra fields' calibrations."""
+    """Version 2 added source size, scan jitter, displacements by element, and the extra fields' calibrations; a split
+    may have a longer name."""
+    widened = [("split", "|S16") if field[0] == "split" else field for field in params.dtype.descr]
+    params = params.astype(np.dtype(widened))
     return _add_columns(params, [c for c in PARAMS_SINCE_2 if c[0] not in (params.dtype.names or ())])
 
 

@@ -116,6 +116,7 @@ PARAMS_SINCE_2: list[tuple[str, str] | tuple[str, str, tuple[int]]] = [
     ("images_sampling_A", "<f8"),
     ("images_aperture_mrad", "<f8"),  # of the objective; 0: none
     ("images_focal_spread_A", "<f8"),
+    ("simulator", "S16"),  # which one made the sample: what `auto` chose
 ]
 
 # Everything that makes a sample again. Aberrations follow one convention, that of abTEM's polar expansion
@@ -174,7 +175,7 @@ PARAMS_DTYPE = np.dtype(
         ("prototype_group", "<u8"),
         ("structure", "<i4"),
         ("sample_index", "<i8"),
-        ("split", "S8"),
+        ("split", "S16"),
         *PARAMS_SINCE_2,
     ]
 )

@@ -112,7 +112,7 @@ class Slices:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Optics:
-    """What the fast multislice takes from abTEM, (x, y); the last two in diffraction space, zero frequency first."""
+    """What the fast routes take from abTEM, (x, y); the last two in diffraction space, zero frequency first."""
 
     probe: NDArray[np.complexfloating]  # at the origin, before the specimen
     propagator: NDArray[np.complexfloating]  # Fresnel propagation over one slice, with tilt and antialias aperture
@@ -168,8 +168,14 @@ class AbtemSimulator:
             if spec.recipe.images is not None:
                 arrays["focus_A"] = np.array(spec.focus_A)
             named = {name: arrays[name].astype(np.float32) for name in spec.recipe.array_fields}
-            made.append(Sample(uid=spec.uid, params=spec.params(captured_fraction=captured), arrays=named))
+            params = spec.params(captured_fraction=captured)
+            params["simulator"] = self.route(spec).encode()
+            made.append(Sample(uid=spec.uid, params=params, arrays=named))
         return made
+
+    def route(self, spec: SampleSpec) -> str:
+        """The name of the simulator that makes this sample."""
+        return self.name
 
     def _outputs(self, members: Sequence[SampleSpec], slices: Slices) -> Iterator[dict[str, NDArray[np.float64]]]:
         """What each sample of a pass takes from one configuration, as fields; `captured`: of the beam, the part seen.

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from exitwave.ingest.schema import FieldSpec
+from exitwave.simulate.distributions import bounds
 from exitwave.simulate.outputs import fields_of
+from exitwave.simulate.route import pass_cost, route, settings_per_pass
 from exitwave.simulate.scanning import probe_count
 from exitwave.simulate.tasks import SampleSpec
 
@@ -20,9 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Calibration", "calibrate", "estimate_seconds", "sample_bytes", "worker_memory_bytes"]
 
-# Nanoseconds per probe, slice and grid point at 128 squared on one core, and by which power of the number of points it
-# grows as the grid leaves the cache; a part that every sample costs, in seconds.
-_SPEED = {"fast": (4.5e-9, 0.15, 0.02), "abtem": (15e-9, 0.56, 0.05)}
+# abTEM's eager multislice: seconds per probe, slice and grid point at 128 squared on one core, and by which power of
+# the number of points it grows as the grid leaves the cache.
+_ABTEM, _ABTEM_GROWTH = 15e-9, 0.56
+_ONCE = 0.02  # seconds that every sample costs beside its waves: optics, label, writing
 _POTENTIAL = 80e-9  # seconds per slice and grid point: a potential and its transmission functions
 _BASE_MEMORY = 450_000_000  # a worker after importing abTEM, numba, h5py and distributed
 
@@ -36,19 +39,30 @@ class Calibration:
     measured_seconds: float
 
 
-def estimate_seconds(sample: SampleSpec, simulator: str = "fast") -> float:
-    """Seconds on one core by a model: per probe, slice and grid point a time that grows as the grid leaves the cache.
+def estimate_seconds(sample: SampleSpec, simulator: str = "auto") -> float:
+    """Seconds on one core by a model: this sample's part of the pass that serves it (route.py).
 
-    Measured on one core: the fast multislice 4.2, 4.5 and 6.1 ns a point at 128², 256² and 512²; abTEM's eager one with
-    estimated plans 15, 34 and 71 ns. Each frozen-phonon configuration has a potential of its own to be made.
+    Each frozen-phonon configuration has a potential of its own to be made, once for a pass. abTEM shares potentials
+    and nothing else.
     """
-    at_128, power, once = _SPEED.get(simulator, _SPEED["abtem"])
+    planes, settings = settings_per_pass(sample)
+    finite = sample.recipe.grid.projection == "finite"
+    sharers = settings if finite else planes * settings
+    cost = pass_cost(sample, slices=float(sample.exit_plane) if planes == 1 or finite else None)
+    deepest = sample.exit_plane
+    if planes > 1 and not finite:
+        least, most = bounds(sample.recipe.sampling.thickness_A)
+        deepest = max(1, round((least + (most - least) * planes / (planes + 1)) / sample.structure.slice_thickness_A))
     points = sample.grid_yx[0] * sample.grid_yx[1]
-    probes = probe_count(sample)
-    per_point = at_128 * max(1.0, points / 128**2) ** power
     configurations = sample.recipe.phonons.count
-    per_slice = points * (probes * per_point + (_POTENTIAL if configurations else 0.0))
-    return once + max(1, configurations) * sample.exit_plane * per_slice
+    if simulator == "auto":
+        simulator = route(sample)
+    if simulator in ("fast", "smatrix"):
+        waves = (cost.smatrix if simulator == "smatrix" else cost.fast) / cost.samples
+    else:
+        waves = probe_count(sample) * sample.exit_plane * points * _ABTEM * max(1.0, points / 128**2) ** _ABTEM_GROWTH
+    potential = deepest * points * _POTENTIAL / sharers if configurations or finite else 0.0
+    return _ONCE + max(1, configurations) * (waves + potential)
 
 
 def sample_bytes(fields: Iterable[FieldSpec]) -> int:
@@ -56,27 +70,38 @@ def sample_bytes(fields: Iterable[FieldSpec]) -> int:
     return sum(np.dtype(f.dtype).itemsize * math.prod(f.shape) for f in fields)
 
 
-def worker_memory_bytes(sample: SampleSpec, simulator: str = "fast") -> int:
+def worker_memory_bytes(sample: SampleSpec, simulator: str = "auto") -> int:
     """Peak memory of a worker, beside what it holds from its start: slices in float32, twice while they are built, and
 
     - fast: the buffers of the grids that it keeps, the transmission functions in hand and those kept for other
       samples, and what abTEM needs for one probe;
-    - abTEM: about 5 x batch x grid x 8 bytes of waves.
+    - smatrix: the matrix, or as much of it as is held at a time, beside all that;
+    - abTEM: about 5 x batch x grid x 8 bytes of waves;
+
+    and the patterns of the samples that share a pass, in float64, which wait for each other.
     """
     from exitwave.simulate.abtem_backend import batch_positions
     from exitwave.simulate.multislice import KEPT_GRIDS, KEPT_TRANSMISSION_BYTES
+    from exitwave.simulate.passes import PASS_BYTES
     from exitwave.simulate.propagation import propagation_bytes
 
     points = sample.grid_yx[0] * sample.grid_yx[1]
-    if simulator == "fast":
+    planes, settings = settings_per_pass(sample)
+    if simulator == "auto":
+        simulator = route(sample)
+    if simulator in ("fast", "smatrix"):
         static = sample.recipe.grid.projection == "infinite" and not sample.recipe.phonons.count
         different = sample.structure.slices if static else sample.exit_plane + sample.structure.slices
         transmissions = different * points * 8 + KEPT_TRANSMISSION_BYTES
         waves = KEPT_GRIDS * propagation_bytes(sample.grid_yx) + transmissions + 10 * points * 8
+        if simulator == "smatrix":
+            waves += int(1.2 * pass_cost(sample).matrix_bytes) + 40_000_000
     else:
         different = 2 * sample.exit_plane
         waves = 5 * batch_positions(sample.grid_yx) * points * 8
-    return _BASE_MEMORY + waves + 2 * different * points * 4 + 2 * sample_bytes_of(sample)
+    # Two float64 copies of a pass (sum over configurations and the one in hand), one sample leaving in float32.
+    in_pass = min(2 * PASS_BYTES, 2 * max(1, planes * settings) * sample_bytes_of(sample))
+    return _BASE_MEMORY + waves + 2 * different * points * 4 + in_pass + sample_bytes_of(sample)
 
 
 def sample_bytes_of(sample: SampleSpec) -> int:

@@ -127,7 +127,11 @@ class Resampling:
 
     def __call__(self, intensity: NDArray[np.floating]) -> NDArray[np.float64]:
         if self.rows is not None and self.columns is not None:
-            return resample(intensity, self.rows, self.columns)
+            if intensity.ndim == 2:
+                return self.rows @ intensity @ self.columns.T
+            # Columns first, in one product for all patterns: (..., Ny, Nx) -> (..., Ny, Qx) -> (..., Qy, Qx)
+            across = intensity.reshape(-1, intensity.shape[-1]) @ self.columns.T
+            return np.matmul(self.rows, across.reshape(*intensity.shape[:-1], -1))
         flat = intensity.reshape(-1, intensity.shape[-2] * intensity.shape[-1])
         made: NDArray[np.float64] = (self.turned @ flat.T).T  # (patterns, Qy Qx)
         return made.reshape(*intensity.shape[:-2], *self.shape)
@@ -136,9 +140,27 @@ class Resampling:
         """For grids of which only those rows are held that `take` takes, along its first axis."""
         if self.rows is not None:
             return replace(self, rows=np.ascontiguousarray(take(self.rows.T).T))
-        points = np.arange(self.grid_yx[0] * self.grid_yx[1]).reshape(self.grid_yx)
+        points = np.arange(self.turned.shape[1]).reshape(self.grid_yx)
         kept = take(points)
         return replace(self, turned=self.turned[:, kept.ravel()], grid_yx=kept.shape)
+
+    def seen(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which rows and which columns of the grid the detector sees anything of."""
+        if self.rows is not None and self.columns is not None:
+            return np.any(self.rows != 0, axis=0), np.any(self.columns != 0, axis=0)
+        weight = self.turned.sum(axis=0).reshape(self.grid_yx)
+        return np.any(weight != 0, axis=1), np.any(weight != 0, axis=0)
+
+    def of_part(self, rows: NDArray[np.intp], columns: NDArray[np.intp], height: int) -> Resampling:
+        """For a part of the grid, these rows and columns; rows that are missing up to `height` count nothing."""
+        empty = height - len(rows)
+        if self.rows is not None and self.columns is not None:
+            part = np.pad(self.rows[:, rows], ((0, 0), (0, empty)))
+            return replace(self, rows=part, columns=np.ascontiguousarray(self.columns[:, columns]))
+        points = np.arange(self.turned.shape[1]).reshape(self.grid_yx)[np.ix_(rows, columns)].ravel()
+        held = self.turned[:, points]
+        held.resize((held.shape[0], height * len(columns)))
+        return replace(self, turned=held, grid_yx=(height, len(columns)))
 
 
 def resampling(

@@ -15,12 +15,12 @@ from itertools import groupby
 from exitwave.simulate.scanning import probe_count
 from exitwave.simulate.tasks import SampleSpec
 
-__all__ = ["pass_key", "passes", "propagation_key", "propagations"]
+__all__ = ["PASS_BYTES", "pass_key", "passes", "propagation_key", "propagations"]
 
 # What tells waves of one pass apart.
 _OF_THE_WAVE = ("scan_rotation_deg", "defocus_A")
 # A pass holds the patterns of all of its samples until it ends, in float64: at most so many bytes.
-_PASS_BYTES = 256 * 2**20
+PASS_BYTES = 256 * 2**20
 
 
 def _served(name: str) -> bool:
@@ -50,7 +50,7 @@ def passes(specs: Sequence[SampleSpec]) -> Iterator[list[SampleSpec]]:
     for _, members in groupby(specs, key=pass_key):
         shared = list(members)
         each = 8 * max(map(probe_count, shared)) * math.prod(shared[0].recipe.detector.shape)
-        most = max(1, _PASS_BYTES // each)
+        most = max(1, PASS_BYTES // each)
         for start in range(0, len(shared), most):
             yield shared[start : start + most]
 

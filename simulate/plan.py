@@ -20,7 +20,7 @@ from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION
 from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
 from exitwave.simulate.simulator import resolve_simulator
 from exitwave.simulate.spec import MAX_SAMPLES, CampaignSpec, StrongestAxes
-from exitwave.simulate.splits import SplitUnit, assign_splits
+from exitwave.simulate.splits import SplitUnit, assign_splits, without_small_classes
 from exitwave.simulate.structures.orient import OrientationError, orient
 from exitwave.simulate.structures.preflight import check_crystal, reduced_formula, rotations_of, symmetry_of
 from exitwave.simulate.structures.reflections import Axis, AxisError, strongest_axes
@@ -128,20 +128,31 @@ def make_plan(spec: CampaignSpec, *, base_dir: Path, feed: Feed = _tell_nobody) 
     if not found:
         raise UsageError(f"structures: none remains of {len(rejected)}: {_reasons(rejected)}")
     units = [
-        SplitUnit(key=s.key, source=s.source, formula=s.formula, prototype_group=s.prototype_group, fixed=f)
+        SplitUnit(
+            key=s.key,
+            source=s.source,
+            formula=s.formula,
+            prototype_group=s.prototype_group,
+            fixed=f,
+            space_group=s.space_group,
+        )
         for s, f in zip(found, fixed, strict=True)
     ]
     try:
         assigned = assign_splits(units, spec.split, spec.seed)
+        kept = without_small_classes(units, assigned, spec.split)
     except UsageError as error:
         if not rejected:
             raise
         raise UsageError(f"{error}\n{len(rejected)} structures were rejected: {_reasons(rejected)}") from None
     structures: list[StructureSpec] = []
     splits: list[str] = []
-    for structure, split in zip(found, assigned, strict=True):
+    for structure, asked, split in zip(found, assigned, kept, strict=True):
         if split is None:
             why = f"it shares its composition {structure.formula} with the test set and is of another prototype"
+            if asked is not None:
+                least = spec.split.least_compositions
+                why = f"space group {structure.space_group} has fewer than {least} compositions in training"
             rejected.append(Rejected(source=structure.source, why=why))
         else:
             structures.append(replace(structure, index=len(structures)))

@@ -33,24 +33,29 @@ class Simulator(Protocol):
 
 
 def simulator_names() -> tuple[str, ...]:
-    return ("fast", "abtem", "weak-phase")
+    return ("auto", "fast", "smatrix", "abtem", "weak-phase")
 
 
 def resolve_simulator(name: str) -> str:
-    """What `auto` stands for: the fast multislice, which runs every specification that abTEM runs.
-
-    The answer takes part in the hash of a campaign, so that it never depends on the machine.
-    """
-    return "fast" if name == "auto" else name
+    """The name that stands in plans, shards and hashes. `auto` is one of its own: it chooses for each pass between the
+    two fast routes, from the specification alone (route.py), never from the machine."""
+    return name
 
 
 def get_simulator(name: str = "auto") -> Simulator:
     """A simulator by name. Raises UsageError naming those that exist."""
-    name = resolve_simulator(name)
+    if name == "auto":
+        from exitwave.simulate.smatrix import AutoSimulator
+
+        return AutoSimulator()
     if name == "fast":
         from exitwave.simulate.multislice import FastSimulator
 
         return FastSimulator()
+    if name == "smatrix":
+        from exitwave.simulate.smatrix import SMatrixSimulator
+
+        return SMatrixSimulator()
     if name == "abtem":
         from exitwave.simulate.abtem_backend import AbtemSimulator
 
@@ -59,7 +64,7 @@ def get_simulator(name: str = "auto") -> Simulator:
         from exitwave.simulate.weak_phase import WeakPhaseSimulator
 
         return WeakPhaseSimulator()
-    raise UsageError(f"simulator {name!r} does not exist; there are auto, {', '.join(simulator_names())}")
+    raise UsageError(f"simulator {name!r} does not exist; there are {', '.join(simulator_names())}")
 
 
 def simulate_sample(spec: SampleSpec, *, simulator: str = "auto") -> Sample:

@@ -130,13 +130,33 @@ class StructureSource(StrictModel):
 
 class SplitSpec(StrictModel):
     """How structures are divided: an integer counts units (of one composition, prototype or structure), a fraction
-    takes that part of them."""
+    takes that part of them.
+
+    `new_prototype` (prototypes) and `new_composition` (compositions of prototypes that are trained on) are two test
+    sets in place of `test`. `stratify` takes each part from the crystal systems in proportion. `least_units`: fewer in
+    training or in a part that was asked for are refused. `classes: space_group` is for classification: stratified by
+    class, and classes with fewer than `least_compositions` compositions in training are rejected.
+    """
 
     by: Literal["composition", "prototype", "structure"] = "composition"
     val: int | float = 0
     test: int | float = 0
+    new_composition: int | float = 0
+    new_prototype: int | float = 0
+    stratify: Literal["crystal_system"] | None = None
+    least_units: int = Field(default=1, ge=1)
+    classes: Literal["space_group"] | None = None
+    least_compositions: int = Field(default=3, ge=1)
 
-    @field_validator("val", "test")
+    @model_validator(mode="after")
+    def _one_kind(self) -> SplitSpec:
+        if (self.new_composition or self.new_prototype) and (self.test or self.by != "composition"):
+            raise ValueError("new_composition and new_prototype make the test sets: leave `test` and `by` away")
+        if self.classes and (self.by != "composition" or self.new_composition or self.new_prototype):
+            raise ValueError("classes: split by composition into val and test, so that every class can be tested")
+        return self
+
+    @field_validator("val", "test", "new_composition", "new_prototype")
     @classmethod
     def _part(cls, value: int | float) -> int | float:
         if value < 0 or (isinstance(value, float) and value >= 1):
@@ -442,7 +462,7 @@ class CampaignSpec(Recipe):
     split: SplitSpec = SplitSpec()
     samples_per_structure: int = Field(default=16, ge=1, le=MAX_SAMPLES)
     samples_per_shard: int = Field(default=16, ge=1, le=100_000)
-    simulator: Literal["auto", "fast", "abtem", "weak-phase"] = "auto"
+    simulator: Literal["auto", "fast", "smatrix", "abtem", "weak-phase"] = "auto"
 
     @model_validator(mode="after")
     def _reflections_where_needed(self) -> CampaignSpec:

@@ -118,9 +118,10 @@ class WeakPhaseSimulator:
                 focal_spread_A=recipe.images.focal_spread_A,
                 **where,
             )
-        captured = float(cbed.sum(axis=(-2, -1)).mean())
+        params = spec.params(captured_fraction=float(cbed.sum(axis=(-2, -1)).mean()))
+        params["simulator"] = self.name.encode()
         return Sample(
             uid=spec.uid,
-            params=spec.params(captured_fraction=captured),
+            params=params,
             arrays={name: arrays[name].astype(np.float32) for name in recipe.array_fields},
         )

@@ -31,8 +31,9 @@ from exitwave.ingest import ShardDataset, open_dataset
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import write_atomic
 from exitwave.train.classical import coarsest_step_A, probe_diameter_A, reconstruct
+from exitwave.train.intervals import FEW_GROUPS, groups_of, intervals
 from exitwave.train.loader import EVALUATION_EPOCH, open_split
-from exitwave.train.metrics import fit_scale, score
+from exitwave.train.metrics import centred, fit_scale, score
 from exitwave.train.preprocess import network_input, noisy_counts
 from exitwave.train.run import TrainedModel, load_model
 
@@ -103,6 +104,7 @@ def _evaluate(run: Path, data: Path, *, split: str, cache: Path | None) -> dict[
         "split": split,
         "n": len(test),
         "metrics": _scores(results, cut),
+        **_certainty(results, cut, split),
         "by_thickness": _by_thickness(results, cut),
         "by_dose": _by_dose(model, test, scales, cut),
         "ms_per_sample": 1e3 * results.model_s / len(test),
@@ -246,6 +248,20 @@ def _scores(results: _Results, cut: int, chosen: npt.NDArray[np.bool_] | None = 
     rows = slice(None) if chosen is None else chosen
     truth, thickness = _inside(results.truth[rows], cut), results.thickness_A()[rows]
     return {name: score(_inside(results.predictions[name][rows], cut), truth, thickness).to_json() for name in METHODS}
+
+
+def _certainty(results: _Results, cut: int, split: str) -> dict[str, Any]:
+    """95 % intervals of `rmse_VA` over the held-out groups, how many these are, and whether that is too few."""
+    kind, group = groups_of(results.params, split)
+    truth = centred(_inside(results.truth, cut))
+    errors = {
+        name: ((centred(_inside(results.predictions[name], cut)) - truth) ** 2).mean(axis=(1, 2)) for name in METHODS
+    }
+    count = int(group.max()) + 1
+    return {
+        "rmse_VA_interval_95": intervals(errors, group),
+        "groups": {"by": kind, "n": count, "anecdotal": kind == "prototype" and count < FEW_GROUPS},
+    }
 
 
 def _by_thickness(results: _Results, cut: int) -> list[dict[str, Any]]:

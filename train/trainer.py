@@ -30,6 +30,7 @@ from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageErro
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.processes import die_with_parent
 from exitwave.train.allreduce.engine import GroupedAllreduce
+from exitwave.train.allreduce.sharded_optimizer import whole_optimizer
 from exitwave.train.dropout import set_dropout_key
 from exitwave.train.loader import EVALUATION_EPOCH, Batch, Measured, Prepare, measure, open_split, rank_batches
 from exitwave.train.loss import per_sample_loss
@@ -194,6 +195,7 @@ def _build(spec: TrainSpec, dataset: ShardDataset, out: Path, ranks: Ranks, even
         overlap=spec.engine.overlap,
         timeout_s=spec.engine.timeout_s,
     )
+    optimizer = engine.wrap(optimizer)  # overlap "step" deals it out, state and all
     training = _Training(
         spec=spec,
         out=out,
@@ -303,10 +305,14 @@ def _step(training: _Training, batch: Batch) -> float:
     loss_sum, n_bad = training.ranks.sum(float(losses.detach().sum()), float(bad.sum()))
     if n_bad:
         raise not_finite(training.ranks, training.module, batch, bad, step=training.step + 1)
-    # the norm is that of the averaged gradient, so every rank sees the same and decides the same
-    norm = nn.utils.clip_grad_norm_(training.module.parameters(), spec.optimizer.clip or float("inf"))
-    if not torch.isfinite(norm):
-        raise ExitwaveError(f"step {training.step + 1}: the loss is finite but its gradient is not; lower optimizer.lr")
+    # With overlap "step" a norm is a barrier; without clipping a gradient that is not finite shows in the next loss.
+    if spec.optimizer.clip is not None or spec.engine.overlap != "step":
+        # the norm is that of the averaged gradient, so every rank sees the same and decides the same
+        norm = training.engine.clip_grad_norm_(spec.optimizer.clip or float("inf"))
+        if not torch.isfinite(norm):
+            raise ExitwaveError(
+                f"step {training.step + 1}: the loss is finite but its gradient is not; lower optimizer.lr"
+            )
     training.optimizer.step()
     return loss_sum / n_global
 
@@ -343,14 +349,15 @@ def _checkpoint(training: _Training) -> None:
         return
     began = time.perf_counter()
     progress = Progress(step=training.step, elapsed_s=training.clock_s(), sampler=training.sampler.state_dict())
-    path = save_checkpoint(
-        training.out / "checkpoints",
-        training.ranks,
-        training.module,
-        training.optimizer,
-        progress,
-        keep=training.spec.checkpoint.keep,
-    )
+    with whole_optimizer(training.optimizer) as optimizer:
+        path = save_checkpoint(
+            training.out / "checkpoints",
+            training.ranks,
+            training.module,
+            optimizer,
+            progress,
+            keep=training.spec.checkpoint.keep,
+        )
     training.saved_step = training.step
     training.emit("train_checkpoint", step=training.step, path=path.name, seconds=time.perf_counter() - began)
 

@@ -228,6 +228,16 @@ def _metrics_note(evaluation: Mapping[str, Any]) -> str:
         note = str(evaluation.get(key) or "")
         if note:
             notes.append(note[:1].upper() + note[1:] + ".")
+    groups, interval = evaluation.get("groups") or {}, (evaluation.get("rmse_VA_interval_95") or {}).get("model")
+    if groups and interval:
+        notes.append(
+            f"The network's RMSE is {float(interval[0]):.3g} to {float(interval[1]):.3g} V·Å with 95 % confidence over "
+            f"{groups['n']} held-out {groups['by']}s."
+        )
+    if groups.get("anecdotal"):
+        notes.append(
+            f"Anecdotal: {groups['n']} held-out prototype(s), fewer than five, tell of these alone, not of others."
+        )
     notes.append("No method sees a sample's mean: it is removed from prediction and truth alike.")
     return " ".join(notes)
 

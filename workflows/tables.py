@@ -160,6 +160,14 @@ def metrics_table(document: Row) -> Group:
         )
     speed = document.get("ms_per_sample")
     tail = f"{document['n']} samples of split {document['split']}" + (f", {speed:.3g} ms a sample" if speed else "")
+    groups, interval = document.get("groups") or {}, (document.get("rmse_VA_interval_95") or {}).get("model")
+    if interval:
+        tail += (
+            f"; the model's RMSE is {interval[0]:.3g} to {interval[1]:.3g} V·Å with 95 % confidence over "
+            f"{groups['n']} {groups['by']}s"
+        )
+    if groups.get("anecdotal"):
+        tail += "; anecdotal: fewer than five held-out prototypes tell of these alone"
     return Group(table, Text(""), Text(tail, style="dim"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.plan import make_plan
 from exitwave.simulate.scanning import probe_positions, reach_steps
 from exitwave.simulate.simulator import Simulator
+from exitwave.simulate.smatrix import SMatrixSimulator
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.simulate.tasks import SampleSpec, fields_of, reject_sample
 from exitwave.simulate.weak_phase import WeakPhaseSimulator
@@ -30,6 +32,7 @@ from exitwave.simulate.weak_phase import WeakPhaseSimulator
 SIMULATORS: dict[str, Simulator] = {
     "abtem": AbtemSimulator(),
     "fast": FastSimulator(),
+    "smatrix": SMatrixSimulator(),
     "weak-phase": WeakPhaseSimulator(),
 }
 BOTH = pytest.mark.parametrize("name", ["abtem", "fast"])
@@ -104,7 +107,7 @@ def test_images_and_label_are_registered(name: str, scan: float, crystal: float)
         assert abs(i_image - i) <= 1 and abs(j_image - j) <= 1
 
 
-def test_both_simulators_make_the_same_of_everything() -> None:
+def test_all_routes_make_the_same_of_everything() -> None:
     spec = sample(
         four_atoms(y_A=15.0),
         sampling={
@@ -123,9 +126,10 @@ def test_both_simulators_make_the_same_of_everything() -> None:
         volume={"slabs": 2},
     )
     assert reject_sample(replace(spec, recipe=spec.recipe)) is not None  # the cell is small for the probe: no matter
-    ours, theirs = made("fast", spec), made("abtem", spec)
-    assert list(ours) == [field.name for field in fields_of(spec.recipe)]
-    for field in fields_of(spec.recipe):
+    theirs = made("abtem", spec)
+    for name, field in product(("fast", "smatrix"), fields_of(spec.recipe)):
+        ours = made(name, spec)
+        assert list(ours) == [field.name for field in fields_of(spec.recipe)]
         assert ours[field.name].shape == field.shape and ours[field.name].dtype == np.float32
         apart = np.abs(ours[field.name] - theirs[field.name]).max() / np.abs(theirs[field.name]).max()
         assert apart <= 5e-5, field.name

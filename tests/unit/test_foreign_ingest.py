@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused_by_file_and_path(tmp_path: Path) -> None:
         (r"are not all whole numbers of uint16", ["a.h5"], fields(dtype="uint16")),
         (r"a tile of 9 along Ry, and the scan has 4", ["a.h5"], spec(tile={"Ry": 9})),
         (r"fits none of the patterns", ["a.h5"], spec(split={"by_file": {"b*": "train"}})),
-        (r"split 'training_set'", ["a.h5"], spec(split="training_set")),
+        (r"split 'the_training_set_of_mine'", ["a.h5"], spec(split="the_training_set_of_mine")),
         (r"another number of samples", ["a.h5"], spec(fields={**spec().model_dump()["fields"], **extra})),
     ]
     for match, names, mapping in cases:

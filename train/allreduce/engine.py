@@ -45,7 +45,7 @@ from exitwave.train.allreduce.sharded_optimizer import check_optimizer, describe
 from exitwave.train.allreduce.stall import Progress, Watch
 from exitwave.train.allreduce.step_mode import StepMode, open_step_ring, plan_for_steps
 from exitwave.train.allreduce.timeline import Timeline, to_chrome
-from exitwave.train.allreduce.tuning import RECHECK_BYTES, Planning, Tuner, measure_link
+from exitwave.train.allreduce.tuning import RECHECK_BYTES, Planning, Tuner, agree_on_link, measure_link
 from exitwave.train.transport import Handle, TorchTransport, Transport
 
 __all__ = ["Counters", "GroupedAllreduce"]
@@ -104,8 +104,6 @@ class GroupedAllreduce(nn.Module):
         self.module = module
         named = list(module.named_parameters())  # a shared parameter appears once, under its first name
         self._parameters_by_name = {n: p for n, p in reversed(named) if p.requires_grad}  # ≈ ready order
-        if overlap == "step":
-            grouping = plan_for_steps(grouping, self._parameters_by_name)
         self.plan = plan_module(module, self._parameters_by_name, grouping)
         self.planning: Planning | None = None  # how the optimal plan came about, once it has
         self.counters = Counters()
@@ -113,6 +111,7 @@ class GroupedAllreduce(nn.Module):
         self._tuner: Tuner | None = None
         self._overlap = overlap
         self._reducer: Reducer | StepMode | None = None
+        self._ring: Ring | None = None  # of overlap "step"
         self._sync = True
         self._running = False  # between the first hook of a reduced backward pass and its end
         self._finite: bool | None = None
@@ -136,7 +135,6 @@ class GroupedAllreduce(nn.Module):
             return  # one rank: gradients are what they should be
         self._data, self._control = transports
         self._protocol = protocol
-        self._ring: Ring | None = None
         if overlap == "step":
             self._ring = open_step_ring(process_group, self._data, timeout_s)
         else:
@@ -146,8 +144,7 @@ class GroupedAllreduce(nn.Module):
         )
         try:
             self._agree()
-            if overlap == "backward":
-                self._tune(grouping)
+            self._tune(grouping)
         except BaseException:
             self._watch.close()
             raise
@@ -372,10 +369,17 @@ class GroupedAllreduce(nn.Module):
         """Prepare the second plan, where one is asked for."""
         assert self._data is not None
         chosen = groups.parse_grouping(grouping) if isinstance(grouping, str) else grouping
-        if isinstance(chosen, groups.Optimal):
-            device = next(iter(self._parameters_by_name.values())).device
-            link = measure_link(self._data, sum(group.nbytes for group in self.plan.groups), device, self._wait)
+        if not isinstance(chosen, groups.Optimal):
+            return
+        device = next(iter(self._parameters_by_name.values())).device
+        nbytes = sum(group.nbytes for group in self.plan.groups)
+        link = measure_link(self._data, nbytes, device, self._wait)
+        if self._ring is None:
             self._tuner = Tuner(chosen, tensor_infos(self.module, self._parameters_by_name), link)
+        else:
+            assert self._control is not None
+            link = agree_on_link(link, self._control, self._wait)
+            self.plan = plan_module(self.module, self._parameters_by_name, plan_for_steps(chosen, nbytes, link))
 
     def _measure_again(self) -> LinkCost:
         assert self._data is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,15 @@ from torch import nn
 from exitwave.ingest.errors import UsageError
 from exitwave.train.allreduce.shards import GroupShards, Piece, Share
 
-__all__ = ["ELEMENTWISE", "ShardedOptimizer", "ShareStates", "check_optimizer"]
+__all__ = [
+    "ELEMENTWISE",
+    "ShardedOptimizer",
+    "ShareStates",
+    "check_optimizer",
+    "describe_optimizer",
+    "mark_unscaled",
+    "whole_optimizer",
+]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
 
@@ -134,14 +142,6 @@ def _part(value: Any, whole: torch.Tensor, begin: int, count: int) -> Any:
 
 
 # ------------------------------------------------------------------------------------------ whole states, in and out
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """The states of one rank's shares of a group: for each share its pieces and its state."""
-
-    pieces: tuple[tuple[int, int, int], ...]  # (member, start, stop)
-    state: dict[str, Any]
 
 
 def pack_states(shards: GroupShards, states: ShareStates) -> bytes:
@@ -281,6 +281,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_plain"):
             raise UsageError("overlap='step': parameters cannot be added to a wrapped optimizer; wrap it afterwards")
         super().add_param_group(param_group)
+
+
+def whole_optimizer(optimizer: torch.optim.Optimizer) -> AbstractContextManager[torch.optim.Optimizer]:
+    """A context: a plain optimizer that holds the whole state, of a sharded one (every rank enters it) or of any."""
+    return optimizer.whole() if isinstance(optimizer, ShardedOptimizer) else nullcontext(optimizer)
 
 
 class _Whole:

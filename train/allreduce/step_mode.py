@@ -21,6 +21,7 @@ The order of need is what rank 0's first forward pass did; the others take it ov
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -31,7 +32,8 @@ from torch import nn
 
 from exitwave.ingest.errors import ExitwaveError, UsageError
 from exitwave.train.allreduce.access import watch_access
-from exitwave.train.allreduce.groups import ByBytes, Grouping, GroupPlan, Optimal, parse_grouping
+from exitwave.train.allreduce.cost import LinkCost
+from exitwave.train.allreduce.groups import ByBytes, GroupPlan, Optimal
 from exitwave.train.allreduce.pump import Job, Pump
 from exitwave.train.allreduce.reducer import Counters
 from exitwave.train.allreduce.ring import Ring, open_ring
@@ -48,19 +50,19 @@ from exitwave.train.transport import TorchTransport, Transport
 
 __all__ = ["StepMode", "open_step_ring", "plan_for_steps"]
 
-_GROUPS = 24  # about so many: enough that little is exposed at either end, few enough that messages cost little
-_BOUNDS_MB = (0.25, 4.0)
+_JOB_S = 1e-3  # what a reduce-scatter and a gather cost beside their bytes, where ranks = cores
+_MOST_GROUPS = 32
 
 
-def plan_for_steps(
-    grouping: str | Grouping | GroupPlan, parameters: Mapping[str, torch.Tensor]
-) -> str | Grouping | GroupPlan:
-    """Grouping "optimal" plans for the backward pass; with overlap "step" it becomes a cap on bytes."""
-    chosen = parse_grouping(grouping) if isinstance(grouping, str) else grouping
-    if not isinstance(chosen, Optimal):
-        return grouping
-    whole_mb = sum(p.numel() * p.element_size() for p in parameters.values()) / 2**20
-    return ByBytes(round(min(max(whole_mb / _GROUPS, _BOUNDS_MB[0]), _BOUNDS_MB[1], chosen.max_mb), 3))
+def plan_for_steps(chosen: Optimal, nbytes: int, link: LinkCost) -> ByBytes:
+    """What grouping "optimal" means with overlap "step": a cap on the bytes of a group, from the measured link.
+
+    With n groups about 2/n of the communication is exposed, at the end of backward and the beginning of forward, and
+    each group costs `_JOB_S`; the sum is least at n = sqrt(2 · communication / job).
+    """
+    communication_s = link.alpha_s + link.beta_s_per_byte * nbytes
+    n = min(max(math.sqrt(2 * communication_s / _JOB_S), 1.0), _MOST_GROUPS)
+    return ByBytes(round(min(max(nbytes / n / 2**20, 1e-3), chosen.max_mb), 3))
 
 
 def open_step_ring(process_group: Any, data: Transport, timeout_s: float) -> Ring:

@@ -31,7 +31,7 @@ from exitwave.train.allreduce.groups import GroupPlan, Optimal, TensorInfo
 from exitwave.train.allreduce.optimal import plan_optimal
 from exitwave.train.transport import Handle, Transport
 
-__all__ = ["RECHECK_BYTES", "Planning", "Tuner", "measure_link"]
+__all__ = ["RECHECK_BYTES", "Planning", "Tuner", "agree_on_link", "measure_link"]
 
 WARM_PASSES = 1
 MEASURED_PASSES = 5
@@ -94,6 +94,13 @@ def measure_link(
             seconds.append(time.perf_counter() - begun)
         medians.append(max(float(np.median(seconds[1:])), 1e-9))
     return fit_link(sizes, medians)
+
+
+def agree_on_link(own: LinkCost, control: Transport, wait: WaitFor) -> LinkCost:
+    """The slowest rank's, on every rank."""
+    measured = torch.tensor([own.alpha_s, own.beta_s_per_byte], dtype=torch.float64)
+    alpha, beta = wait(control.allreduce(measured, "max"), "the agreement on the link").tolist()
+    return LinkCost(alpha_s=alpha, beta_s_per_byte=beta)
 
 
 class Tuner:

@@ -1,0 +1,100 @@
+"""What a pass costs on either fast route, predicted from its specification alone, and which route `auto` takes.
+
+The choice decides on bits, so that it must be the same on any machine and in any plan: it knows no measurement made
+here and no neighbours. The recipe tells how many settings one pass serves (`fan_out`) and how thick specimens get; a
+few nanoseconds, measured once on one core, are part of this file:
+
+    multislice   settings x probes x slices x points of the grid            4 ns, growing a little as the grid leaves
+                                                                            the cache
+    matrix       beams x slices x points of the grid                        the same
+                 + planes x settings x probes x points of the window
+                   x beams                                                  0.094 ns (a product of matrices)
+    detector     once for each probe and exit plane, on either route        0.09 ns an element of two products
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from exitwave.simulate.distributions import bounds
+from exitwave.simulate.scanning import probe_count
+from exitwave.simulate.tasks import SampleSpec
+
+__all__ = ["PassCost", "beam_count", "pass_cost", "route", "settings_per_pass", "window_points"]
+
+_SLICE, _SLICE_GROWTH = 4.0e-9, 0.06  # at 128 squared, and by which power of the number of points it grows beyond
+_PRODUCT, _DETECT, _INTENSITY = 0.094e-9, 0.09e-9, 2.0e-9
+# A matrix larger than this would be made in several passes.
+_MOST_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCost:
+    """Seconds of one pass on one core, without the potential: all of its samples, for one phonon configuration."""
+
+    fast: float
+    smatrix: float
+    samples: int
+    matrix_bytes: float
+
+
+def beam_count(spec: SampleSpec) -> float:
+    """Points of diffraction space within the soft aperture, nearly: an ellipse, half a point wider."""
+    wavelength, alpha = spec.wavelength_A, spec.values["semiangle_mrad"] * 1e-3
+    ly, lx = spec.structure.extent_yx_A
+    return math.pi * (alpha / wavelength * ly + 0.5) * (alpha / wavelength * lx + 0.5)
+
+
+def window_points(spec: SampleSpec) -> tuple[float, float]:
+    """Rows and columns of the grid in diffraction space that fall onto the detector, nearly."""
+    q, extent, grid = spec.q_sampling_yx_per_A, spec.structure.extent_yx_A, spec.grid_yx
+    rows, columns = (
+        min((pixels + 1) * q[axis] * extent[axis] + 1.0, 2.0 / 3.0 * grid[axis])
+        for axis, pixels in enumerate(spec.recipe.detector.shape)
+    )
+    return rows, columns
+
+
+def settings_per_pass(spec: SampleSpec) -> tuple[int, int]:
+    """(exit planes, other settings) that one pass serves by the recipe's `fan_out`."""
+    asked = getattr(spec.recipe, "fan_out", None)
+    fan_out: dict[str, int] = dict(asked.counts()) if asked is not None else {}
+    planes = fan_out.pop("thickness_A", 1)
+    return planes, math.prod(fan_out.values())
+
+
+def pass_cost(spec: SampleSpec, *, slices: float | None = None) -> PassCost:
+    """Predicted for the pass that the recipe makes of samples like this one.
+
+    `slices` to the deepest exit plane; unless told, as many as may be expected of the deepest of its thicknesses.
+    """
+    planes, settings = settings_per_pass(spec)
+    if spec.recipe.grid.projection == "finite":  # there every thickness is a pass of its own
+        planes = 1
+    if slices is None:
+        least, most = bounds(spec.recipe.sampling.thickness_A)
+        slices = max(1.0, (least + (most - least) * planes / (planes + 1)) / spec.structure.slice_thickness_A)
+    probes = probe_count(spec)
+    (ny, nx), (qy, qx) = spec.grid_yx, spec.recipe.detector.shape
+    points = ny * nx
+    through = slices * points * _SLICE * max(1.0, points / 128**2) ** _SLICE_GROWTH
+    seen = planes * settings * probes
+    beams, (rows, columns) = beam_count(spec), window_points(spec)
+    detected = _DETECT * qy * nx * (2.0 / 3.0 * ny + qx) + _INTENSITY * 2.0 / 3.0 * points
+    reduced = rows * columns * (_PRODUCT * beams + _INTENSITY + _DETECT * (qx + qy * qx / columns))
+    matrix_bytes = 8.0 * planes * beams * rows * columns
+    repeats = max(1.0, matrix_bytes / _MOST_BYTES)
+    return PassCost(
+        fast=settings * probes * through + seen * detected,
+        smatrix=beams * through * repeats + seen * reduced,
+        samples=planes * settings,
+        matrix_bytes=min(matrix_bytes, _MOST_BYTES),
+    )
+
+
+def route(spec: SampleSpec) -> Literal["fast", "smatrix"]:
+    """The route predicted to be cheaper, by a tenth at least: equal for all samples of a pass."""
+    cost = pass_cost(spec)
+    return "smatrix" if cost.smatrix < 0.9 * cost.fast else "fast"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from exitwave.ingest.batches import GlobalSampler, ShardDataset, collate
     from exitwave.ingest.dataset import Dataset, open_dataset
+    from exitwave.ingest.growing import GrowingDataset, ReservoirSampler
     from exitwave.ingest.manifest import load_manifest
     from exitwave.ingest.staging import stage
     from exitwave.ingest.verify import verify_dataset
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Dataset",
     "GlobalSampler",
+    "GrowingDataset",
+    "ReservoirSampler",
     "ShardDataset",
     "Window",
     "collate",
@@ -32,6 +35,8 @@ __all__ = [
 _HOME = {
     "Dataset": "dataset",
     "GlobalSampler": "batches",
+    "GrowingDataset": "growing",
+    "ReservoirSampler": "growing",
     "ShardDataset": "batches",
     "Window": "windows",
     "collate": "batches",

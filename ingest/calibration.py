@@ -36,6 +36,7 @@ class CalibratedAxis:
 
 _SCAN = {"Ry": ("y", "R_sampling_y_A"), "Rx": ("x", "R_sampling_x_A")}
 _DETECTOR = {"Qy": ("ky", "Q_sampling_y_per_A"), "Qx": ("kx", "Q_sampling_x_per_A")}
+_DEPTH = {"Z": ("z", "volume_slab_A")}
 _IMAGE = {"H": ("y", "potential_sampling_A"), "W": ("x", "potential_sampling_A")}
 
 
@@ -51,7 +52,9 @@ def axes_of(field: FieldSpec, params: Mapping[str, Any] | np.void) -> tuple[Cali
     axes = []
     for i, size in enumerate(field.shape):
         axis = field.axes[i] if i < len(field.axes) else f"axis{i}"
-        shown, column = {**_SCAN, **_DETECTOR, **_IMAGE}.get(axis, (axis, ""))
+        shown, column = {**_SCAN, **_DETECTOR, **_IMAGE, **_DEPTH}.get(axis, (axis, ""))
+        if field.name == "images" and axis in _IMAGE:
+            column = "images_sampling_A"
         scale = value(column)
         unit = ("1/Å" if axis in _DETECTOR else "Å") if scale else ""
         offset = -(size // 2) * scale if axis in _DETECTOR and scale else 0.0

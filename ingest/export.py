@@ -89,7 +89,8 @@ def write_emd(path: Path, sample: ExportedSample, *, datacube: bool = False) -> 
             calibration = _py4dstem_calibration(axes_of(cube, sample.params), sample.params)
             _emd_metadata(bundle, "calibration", calibration, "Calibration" if datacube else "Metadata")
         for field in sample.fields:
-            node = _emd_array(root, field, sample, datacube=datacube and field is cube)
+            name = "datacube" if field is cube else field.name
+            node = _emd_array(root.create_group(name), field, sample, datacube=datacube and field is cube)
             mine = _emd_bundle(node)
             _emd_metadata(mine, "exitwave", {**plain_params(sample.params), **sample.provenance})
             if sample.structure is not None:
@@ -102,9 +103,8 @@ def _emd_bundle(group: Any) -> Any:
     return bundle
 
 
-def _emd_array(root: Any, field: FieldSpec, sample: ExportedSample, *, datacube: bool) -> Any:
+def _emd_array(group: Any, field: FieldSpec, sample: ExportedSample, *, datacube: bool) -> Any:
     axes = axes_of(field, sample.params)
-    group = root.create_group("datacube" if len(field.shape) == 4 else field.name)
     group.attrs["emd_group_type"] = "array"
     group.attrs["python_class"] = "DataCube" if datacube else "Array"
     data = group.create_dataset("data", data=sample.arrays[field.name], track_times=False)

@@ -1,8 +1,9 @@
 """The selection as tar files in the convention of WebDataset: members of one sample follow each other, `KEY.EXTENSION`.
 
 The key is the uid in hexadecimal; `KEY.<field>.npy` is an array, `KEY.params.json` what makes the sample again.
-`webdataset.WebDataset("PATH/data-{000000..000012}.tar").decode()` gives arrays and dictionaries. `dataset.json` beside
-them says what the fields are. Names and times of members are fixed: the same selection makes the same bytes.
+`webdataset.WebDataset("PATH/data-{000000..000012}.tar").decode()` gives arrays and dictionaries, under names in lower
+case as that package has it (`focus_a.npy`). `dataset.json` beside them says what the fields are. Names and times of
+members are fixed: the same selection makes the same bytes.
 """
 
 from __future__ import annotations

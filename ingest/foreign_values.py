@@ -194,14 +194,15 @@ def structure_of_file(file: ForeignFile, spec: MapSpec, index: int) -> FileStruc
 def tiled_params(params: np.void, tile: tuple[int, int], sizes: Mapping[str, int]) -> np.void:
     """The parameters of one tile: its scan begins elsewhere on the specimen.
 
-    Pixel (i, j) of a scan lies at scan_origin + R(scan_rotation)·(i, j)·R_sampling.
+    Pixel (i, j) of a scan lies at scan_origin + R(scan_rotation - crystal_rotation)·(i, j)·R_sampling.
     """
     if tile == (0, 0):
         return params
     moved = params.copy()
     along_y = tile[0] * sizes.get("Ry", 0) * float(params["R_sampling_y_A"])
     along_x = tile[1] * sizes.get("Rx", 0) * float(params["R_sampling_x_A"])
-    angle = math.radians(float(params["scan_rotation_deg"]))
+    # the origin is told in the crystal's own frame
+    angle = math.radians(float(params["scan_rotation_deg"]) - float(params["crystal_rotation_deg"]))
     moved["scan_origin_y_A"] += math.cos(angle) * along_y + math.sin(angle) * along_x
     moved["scan_origin_x_A"] += math.cos(angle) * along_x - math.sin(angle) * along_y
     return moved

@@ -33,7 +33,7 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import open_to_read
 from exitwave.ingest.staging_home import pin
 
-__all__ = ["PeerBusyError", "PeerServer", "ask_peer", "parse_address", "tell_done"]
+__all__ = ["PeerBusyError", "PeerLacksError", "PeerServer", "ask_peer", "parse_address", "tell_done"]
 
 _MAGIC = b"EXWP1"
 _NONCE = 32
@@ -90,6 +90,10 @@ def _receive_message(sock: socket.socket) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise OSError(errno.EBADMSG, "no message of ours")
     return message
+
+
+class PeerLacksError(OSError):
+    """The peer is well, but has no such shard and is not getting it."""
 
 
 class PeerServer:
@@ -266,7 +270,7 @@ def ask_peer(
         while (answer := _receive_message(sock)).get("state") == "coming":
             pass
         if answer.get("state") != "here":
-            raise OSError(errno.ENOENT, f"{peer} has no such shard")
+            raise PeerLacksError(errno.ENOENT, f"{peer} has no such shard")
         if answer.get("nbytes") != nbytes:
             raise OSError(errno.EBADMSG, f"{peer} has {answer.get('nbytes')} bytes of it, expected {nbytes}")
         return PeerReader(sock, nbytes)

@@ -83,11 +83,14 @@ class _PeerSource:
 
 
 class PeerSources:
-    """Chooses between peers and shared storage, and serves this node's shards. Close it at the end."""
+    """Chooses between peers and shared storage, and serves this node's shards. Close it at the end.
+
+    `holders(shard_id)`: the nodes to ask, in that order, up to this one; by default the shard's ranking.
+    """
 
     def __init__(
         self, options: PeerOptions, home: CacheHome, storage: StorageSource, *, dataset_id: str,
-        status: Callable[[str], Status],
+        status: Callable[[str], Status], holders: Callable[[str], Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         self.options = options
         self._storage = storage
@@ -95,6 +98,8 @@ class PeerSources:
         self._started = time.monotonic()
         self._down_until: dict[str, float] = {}
         self._seen: set[str] = set()
+        self._lacking: set[tuple[str, str]] = set()
+        self._holders = holders or (lambda shard_id: ranking(shard_id, options.nodes))
         self.server = PeerServer(
             options.me,
             secret=options.secret,
@@ -107,10 +112,10 @@ class PeerSources:
 
     def choose(self, shard: ShardRecord) -> Source:
         now = time.monotonic()
-        for node in ranking(shard.shard_id, self.options.nodes):
+        for node in self._holders(shard.shard_id):
             if node == self.options.me:
                 break
-            if self._down_until.get(node, 0.0) <= now:
+            if (node, shard.shard_id) not in self._lacking and self._down_until.get(node, 0.0) <= now:
                 return _PeerSource(node, self.options, self._dataset_id, self._seen.add)
         return self._storage
 
@@ -119,6 +124,10 @@ class PeerSources:
         now = time.monotonic()
         if not source.shared and (source.name in self._seen or now - self._started > self.options.join_s):
             self._down_until[source.name] = now + self.options.down_s
+
+    def lacks(self, source: Source, shard: ShardRecord) -> None:
+        """A peer is well, but does not have that shard: it is not asked for it again."""
+        self._lacking.add((source.name, shard.shard_id))
 
     def worked(self, source: Source) -> None:
         if not source.shared:

@@ -26,7 +26,7 @@ from exitwave.ingest.staging import fill_planner
 from exitwave.ingest.staging_home import CacheHome
 from exitwave.ingest.staging_plan import CachePlanner, State, check_capacity, window_bytes
 from exitwave.ingest.staging_run import Limits, StagingRun, StorageSource
-from exitwave.ingest.storage import PosixStorage
+from exitwave.ingest.storage import PosixStorage, holds
 from exitwave.ingest.verify import check_shard
 
 __all__ = ["Prefetcher", "minimum_capacity"]
@@ -36,6 +36,7 @@ Emit = Callable[..., Any]
 _TAKE_OVER_S = 0.2
 _AGAIN_S = 2.0
 _LOOK_S = 1.0
+_TELL_S = 10.0
 _WINDOW_SAMPLES = 100_000  # the minimum is taken over so many accesses
 
 
@@ -84,6 +85,8 @@ class Prefetcher:
         self._emit = emit or (lambda kind, **fields: None)
         self._limits = limits or Limits()
         self._position = (epoch, committed)
+        self._told = float("-inf")
+        self._told_copied = -1
         self._changed = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
@@ -139,28 +142,33 @@ class Prefetcher:
         manifest = load_manifest(self.dataset)
         planner = CachePlanner({}, capacity_bytes=self.capacity_bytes, in_flight=self._limits.in_flight)
         fill_planner(planner, self.home, manifest, emit=self._emit)
+        storage = PosixStorage(self.dataset)
         run = StagingRun(
             self.home,
             manifest.shards,
             planner,
-            StorageSource(PosixStorage(self.dataset)),
+            StorageSource(storage),
             limits=self._limits,
             emit=self._emit,
             stop=self._closing.is_set,
             diagnose=lambda shard: check_shard(self.dataset, shard),
             raise_damage=False,
+            obtainable=lambda shard: holds(storage, shard.path, shard.nbytes),
         )
         known = {shard.shard_id for shard in manifest.shards}
         looked = time.monotonic()
+        look_ahead_at = 0.0
         self._changed.set()
         try:
             while not self._closing.is_set():
-                if self._changed.is_set():
+                now = time.monotonic()
+                if self._changed.is_set() and now >= look_ahead_at:
                     self._changed.clear()
                     planner.needs(i for i in self.order.upcoming(*self._position) if i in known)
+                    look_ahead_at = now + 10 * (time.monotonic() - now)  # at most a tenth of the time goes into this
                 run.turn(0.1)
                 if run.idle():
-                    self._changed.wait(0.2)
+                    self._closing.wait(0.02) if self._changed.is_set() else self._changed.wait(0.2)
                 if time.monotonic() - looked >= _LOOK_S:
                     looked = time.monotonic()
                     self._look(planner, run)
@@ -176,6 +184,9 @@ class Prefetcher:
                 planner.gone(shard_id)
                 run.counts.quarantined += 1
                 self._emit("cache_quarantined", shard=shard_id, why="a reader found it damaged and set it aside")
+        if time.monotonic() - self._told < _TELL_S or run.counts.copied == self._told_copied:
+            return
+        self._told, self._told_copied = time.monotonic(), run.counts.copied
         self._emit(
             "cache_progress",
             used=planner.used_bytes,

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from exitwave.ingest.errors import InterruptedRunError
-from exitwave.ingest.files import FileLock, disk_full_means_interrupted
-from exitwave.ingest.manifest import load_manifest
+import xxhash
+
+from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.ingest.files import FileLock, disk_full_means_interrupted, write_atomic
+from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 from exitwave.ingest.peers import Status
 from exitwave.ingest.peers_staging import PeerOptions, PeerSources
+from exitwave.ingest.placement import shares
 from exitwave.ingest.records import Manifest, ShardRecord
 from exitwave.ingest.staging_home import CacheHome
 from exitwave.ingest.staging_plan import CachePlanner, State, check_capacity
 from exitwave.ingest.staging_run import PROGRESS_EVERY_S, Limits, StagingRun, StorageSource
-from exitwave.ingest.storage import PosixStorage
-from exitwave.ingest.verify import check_shard
+from exitwave.ingest.storage import holds, is_url, open_storage
+from exitwave.ingest.verify import Bad, check_shard
 
-__all__ = ["StageReport", "fill_planner", "stage"]
+__all__ = ["Share", "StageReport", "fill_planner", "stage"]
 
 Emit = Callable[..., Any]
 Stop = threading.Event | Callable[[], bool]
@@ -37,7 +41,7 @@ class StageReport:
     """What staging did. `shards` are ready now; `quarantined` local copies were set aside and copied again.
 
     `bytes_from_source` were read from the data set's storage, `bytes_from_peers` from other nodes; tries that came to
-    nothing count there.
+    nothing count there. `home`: the folder of this cache; of a URL, it can be opened as the data set.
     """
 
     shards: int
@@ -49,9 +53,20 @@ class StageReport:
     bytes_from_peers: int = 0
     evicted: int = 0
     retries: int = 0
+    home: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The share of node 0 <= `node` < `nodes`; between epochs a fraction `exchange` is new (`placement.shares`)."""
+
+    node: int
+    nodes: int
+    epoch: int = 0
+    exchange: float = 0.0
 
 
 def stage(
@@ -61,15 +76,19 @@ def stage(
     capacity_bytes: int | None = None,
     emit: Emit | None = None,
     stop: Stop | None = None,
-    only: Collection[str] | None = None,
+    share: Share | None = None,
+    partial: bool = False,
     limits: Limits | None = None,
     peers: PeerOptions | None = None,
 ) -> StageReport:
     """Makes every shard of `dataset` ready in `cache`; called again, it copies only what is not.
 
-    `emit(kind, **fields)` is told stage_started, stage_progress (bytes, total), stage_finished, and of single shards
-    cache_ready, cache_evicted, cache_retry, cache_quarantined, cache_disk_full, cache_source_damaged. `stop` (an event
-    or a function) ends it between two chunks. `only`: ids of shards, the share of this node. `limits`: see `Limits`.
+    `dataset` is a folder, or a URL that fsspec opens.
+    `emit(kind, **fields)` is told stage_waiting (another process stages), stage_started, stage_progress (bytes, total),
+    stage_finished, and of single shards cache_ready, cache_evicted, cache_retry, cache_quarantined, cache_disk_full,
+    cache_source_damaged, cache_last_copy. `stop` (an event or a function) ends it between two chunks. `share`: only
+    this node's share of the shards. `partial`: as many as the capacity holds, in the order of the manifest, rather than
+    all. `limits`: see `Limits`.
     `peers`: the other nodes; each shard is then read from the data set by one of them (see `peers_staging`), and this
     call returns when no node needs this one any more.
 
@@ -78,8 +97,10 @@ def stage(
     half-written stays, and the next call goes on.
     """
     told = emit or (lambda kind, **fields: None)
-    stager = _Stager(Path(dataset), Path(cache), told, _asked(stop), limits or Limits(), peers)
-    return stager.run(capacity_bytes, only)
+    stager = _Stager(
+        str(dataset) if is_url(dataset) else Path(dataset), Path(cache), told, _asked(stop), limits or Limits(), peers
+    )
+    return stager.run(capacity_bytes, share, partial)
 
 
 def _asked(stop: Stop | None) -> Callable[[], bool]:
@@ -88,10 +109,24 @@ def _asked(stop: Stop | None) -> Callable[[], bool]:
     return stop.is_set if isinstance(stop, threading.Event) else stop
 
 
+def _holders_before(share: Share, peers: PeerOptions, shard_ids: Sequence[str]) -> Callable[[str], Sequence[str]]:
+    """Whom to ask for a shard of a share: the node that had it in the epoch before."""
+    if len(peers.nodes) != share.nodes or peers.nodes[share.node] != peers.me:
+        raise UsageError(
+            f"share {share.node + 1} of {share.nodes} with {len(peers.nodes)} peers: expected as many peers as shares, "
+            f"and {peers.me} as number {share.node + 1} of them"
+        )
+    if share.epoch == 0:
+        return lambda shard_id: ()
+    dealt = shares(shard_ids, share.nodes, epoch=share.epoch - 1, exchange=share.exchange)
+    held = {shard_id: peers.nodes[node] for node, share_ in enumerate(dealt) for shard_id in share_}
+    return lambda shard_id: [held[shard_id]] if shard_id in held else []
+
+
 class _Stager:
     def __init__(
         self,
-        dataset: Path,
+        dataset: Path | str,
         cache: Path,
         emit: Emit,
         stop: Callable[[], bool],
@@ -99,7 +134,9 @@ class _Stager:
         peers: PeerOptions | None,
     ) -> None:
         self.dataset = dataset
-        self.manifest = load_manifest(dataset)
+        self._cache = cache
+        self._storage = open_storage(dataset)
+        self.manifest = self._load()
         self.home = CacheHome(cache, self.manifest.header)
         self._emit = emit
         self._stop = stop
@@ -107,31 +144,36 @@ class _Stager:
         self._peers = peers
         self._last_progress = 0.0
 
-    def run(self, capacity_bytes: int | None, only: Collection[str] | None) -> StageReport:
-        start = time.monotonic()
+    def run(self, capacity_bytes: int | None, share: Share | None, partial: bool) -> StageReport:
+        start, told = time.monotonic(), False
         self.home.make()
         with disk_full_means_interrupted(self.home.path):
             lock = FileLock(self.home.lock_path)
             while not lock.acquire():
+                if not told and time.monotonic() - start > 1.0:
+                    told = True
+                    self._emit("stage_waiting", holder=lock.holder())
                 if self._stop():
                     raise InterruptedRunError(f"staging into {self.home.path} stopped while another process stages.")
                 time.sleep(0.05)
         try:
-            self.manifest = load_manifest(self.dataset)  # it may have grown while this stager waited
-            return self._fill(capacity_bytes, only, start)
+            self.manifest = self._load()  # it may have grown while this stager waited
+            return self._fill(capacity_bytes, share, partial, start)
         finally:
             lock.release()
 
-    def _fill(self, capacity_bytes: int | None, only: Collection[str] | None, start: float) -> StageReport:
-        wanted = [s for s in self.manifest.shards if only is None or s.shard_id in only]
+    def _fill(self, capacity_bytes: int | None, share: Share | None, partial: bool, start: float) -> StageReport:
+        wanted = self._wanted(capacity_bytes, share, partial)
         total = sum(shard.nbytes for shard in wanted)
-        check_capacity(capacity_bytes, total, f"the {len(wanted)} shards of this data set")
+        otherwise = "stream through a cache that is smaller than the data set (mode stream), "
+        check_capacity(capacity_bytes, total, f"the {len(wanted)} shards of this data set", otherwise=otherwise)
+        self._open_as_data_set()
         planner = CachePlanner({}, capacity_bytes=capacity_bytes, in_flight=self._limits.in_flight)
         quarantined = fill_planner(planner, self.home, self.manifest, emit=self._emit)
         reused = sum(s.nbytes for s in wanted if planner.state(s.shard_id) is State.READY)
-        storage = StorageSource(PosixStorage(self.dataset))
+        storage = StorageSource(self._storage)
         planner.needs(s.shard_id for s in (wanted if self._peers is None else self._peers.order(wanted)))
-        peers = self._join(planner, storage)
+        peers = self._join(planner, storage, share)
         run = StagingRun(
             self.home,
             self.manifest.shards,
@@ -140,7 +182,8 @@ class _Stager:
             limits=self._limits,
             emit=self._emit,
             stop=self._stop,
-            diagnose=lambda shard: check_shard(self.dataset, shard),
+            diagnose=self._diagnose,
+            obtainable=lambda shard: holds(self._storage, shard.path, shard.nbytes),
         )
         self._emit("stage_started", shards=len(wanted), bytes=reused, total=total)
         try:
@@ -166,19 +209,63 @@ class _Stager:
             bytes_from_peers=run.counts.from_peers,
             evicted=run.counts.evicted,
             retries=run.counts.retries,
+            home=str(self.home.path),
         )
         self._emit("stage_finished", **report.to_json())
         return report
 
-    def _join(self, planner: CachePlanner, storage: StorageSource) -> PeerSources | None:
+    def _load(self) -> Manifest:
+        """The manifest; that of a URL is copied below the cache first, and lies in its home at the end."""
+        if isinstance(self.dataset, Path):
+            return load_manifest(self.dataset)
+        copied = self._cache / ".sources" / xxhash.xxh3_64_hexdigest(self.dataset.encode())
+        with disk_full_means_interrupted(copied):
+            copied.mkdir(parents=True, exist_ok=True)
+        for name in (MANIFEST_NAME, "campaign.yaml"):
+            try:
+                write_atomic(copied / name, self._storage.read(name))
+            except OSError as error:
+                if name == MANIFEST_NAME:
+                    raise UsageError(
+                        f"{self.dataset}: there is no {MANIFEST_NAME} to be read there ({error.strerror or error})."
+                    ) from None
+        return load_manifest(copied)
+
+    def _open_as_data_set(self) -> None:
+        copied = self._cache / ".sources" / xxhash.xxh3_64_hexdigest(str(self.dataset).encode())
+        for path in copied.iterdir() if not isinstance(self.dataset, Path) else ():
+            write_atomic(self.home.path / path.name, path.read_bytes())
+
+    def _diagnose(self, shard: ShardRecord) -> list[Bad]:
+        return check_shard(self.dataset, shard) if isinstance(self.dataset, Path) else []
+
+    def _wanted(self, capacity_bytes: int | None, share: Share | None, partial: bool) -> list[ShardRecord]:
+        wanted = list(self.manifest.shards)
+        if share is not None:
+            dealt = shares([s.shard_id for s in wanted], share.nodes, epoch=share.epoch, exchange=share.exchange)
+            mine = set(dealt[share.node])
+            wanted = [s for s in wanted if s.shard_id in mine]
+        if partial and capacity_bytes is not None:
+            smallest = min((s.nbytes for s in wanted), default=0)
+            check_capacity(capacity_bytes, smallest, "a single shard of this data set")
+            ends = accumulate(s.nbytes for s in wanted)
+            wanted = [s for s, end in zip(wanted, ends, strict=True) if end <= capacity_bytes]
+        return wanted
+
+    def _join(self, planner: CachePlanner, storage: StorageSource, share: Share | None) -> PeerSources | None:
         if self._peers is None:
             return None
+        holders: Callable[[str], Sequence[str]] | None = None
+        if share is not None:
+            holders = _holders_before(share, self._peers, [s.shard_id for s in self.manifest.shards])
 
         def status(shard_id: str) -> Status:
             needed = planner.next_use(shard_id) != float("inf")
             return "coming" if needed and planner.state(shard_id) not in (State.READY, State.PINNED) else "no"
 
-        return PeerSources(self._peers, self.home, storage, dataset_id=self.manifest.header.dataset_id, status=status)
+        return PeerSources(
+            self._peers, self.home, storage, dataset_id=self.manifest.header.dataset_id, status=status, holders=holders
+        )
 
     def _check(self, run: StagingRun, reused: int, total: int) -> None:
         done = reused + run.counts.copied

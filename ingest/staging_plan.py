@@ -222,8 +222,9 @@ class CachePlanner:
         them as `evicted` or `not_evicted` and ask again. A shard for which no room can be made ends the search: what
         is needed later must not take the room that it waits for.
         """
-        if self.capacity_bytes is not None and self._used > self.capacity_bytes:  # it was larger once
-            over = self._free(self._used - self.capacity_bytes, needed_after=-1)
+        limit = self._limit()
+        if self._used > limit:  # it was larger once
+            over = self._free(self._used - limit, needed_after=-1)
             if over:
                 return Decision(evict=self._evicting(over), blocked=over[0])
         start: list[str] = []
@@ -233,7 +234,7 @@ class CachePlanner:
             entry = self._entries[shard_id]
             if shard_id in hold or entry.state is not State.ABSENT:
                 continue
-            lacking = 0 if self.capacity_bytes is None else self._used + entry.nbytes - self.capacity_bytes
+            lacking = self._used + entry.nbytes - limit
             if lacking > 0:
                 evict = self._free(lacking, needed_after=use)
                 enough = sum(self._entries[i].nbytes for i in evict) >= lacking
@@ -242,12 +243,19 @@ class CachePlanner:
             start.append(shard_id)
         return Decision(start=tuple(start))
 
+    def _limit(self) -> float:
+        """The capacity; a last copy that is in no need does not take the room of those that are."""
+        if self.capacity_bytes is None:
+            return math.inf
+        kept = (i for i in self.irreplaceable if i not in self._need and self.state(i) in (State.READY, State.PINNED))
+        return self.capacity_bytes + sum(self._entries[i].nbytes for i in kept)
+
     def _evicting(self, shards: list[str]) -> tuple[str, ...]:
         for shard_id in shards:
             self._go(shard_id, State.EVICTING)
         return tuple(shards)
 
-    def _free(self, nbytes: int, *, needed_after: int) -> list[str]:
+    def _free(self, nbytes: float, *, needed_after: int) -> list[str]:
         """The first to go for `nbytes`, of those needed after that place only; perhaps not enough."""
         chosen: list[str] = []
         for victim in self._by_next_use():
@@ -282,10 +290,10 @@ def window_bytes(order: Iterable[str], sizes: Mapping[str, int], window: int) ->
     return most
 
 
-def check_capacity(capacity_bytes: int | None, needed: int, what: str) -> None:
+def check_capacity(capacity_bytes: int | None, needed: int, what: str, *, otherwise: str = "") -> None:
     """UsageError naming the minimum when the capacity is below `needed` bytes, which are those of `what`."""
     if capacity_bytes is not None and capacity_bytes < needed:
         raise UsageError(
             f"capacity of {capacity_bytes} bytes is too small: expected at least {needed} bytes for {what}. Give a "
-            "larger capacity, or train from the data set itself."
+            f"larger capacity, {otherwise}or train from the data set itself."
         )

@@ -24,7 +24,7 @@ import xxhash
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, write_atomic
-from exitwave.ingest.peers import PeerBusyError
+from exitwave.ingest.peers import PeerBusyError, PeerLacksError
 from exitwave.ingest.records import ShardRecord
 from exitwave.ingest.staging_home import CacheHome
 from exitwave.ingest.staging_plan import CachePlanner, State
@@ -76,6 +76,7 @@ class Sources(Protocol):
 
     def choose(self, shard: ShardRecord) -> Source: ...
     def failed(self, source: Source) -> None: ...
+    def lacks(self, source: Source, shard: ShardRecord) -> None: ...
     def worked(self, source: Source) -> None: ...
 
 
@@ -94,6 +95,9 @@ class StorageSource:
         return self
 
     def failed(self, source: Source) -> None:
+        pass
+
+    def lacks(self, source: Source, shard: ShardRecord) -> None:
         pass
 
     def worked(self, source: Source) -> None:
@@ -125,6 +129,7 @@ class _Copy:
     error: str = ""
     full: bool = False
     busy: bool = False
+    lacked: bool = False
     opened: bool = False
     given_up: bool = False
     watched_at: float = field(default_factory=time.monotonic)
@@ -146,6 +151,7 @@ class StagingRun:
     """The copies of one stager. `shards`: all that may be needed. `diagnose(shard)` looks closely at a bad source.
 
     `raise_damage`: DamagedDataError for a source that stays bad; else it is recorded and left for readers to meet.
+    `obtainable(shard)`: whether it could be got again; the last copy there is is never evicted.
     """
 
     def __init__(
@@ -160,6 +166,7 @@ class StagingRun:
         stop: Callable[[], bool],
         diagnose: Callable[[ShardRecord], list[Bad]],
         raise_damage: bool = True,
+        obtainable: Callable[[ShardRecord], bool] = lambda shard: True,
     ) -> None:
         self.home = home
         self.planner = planner
@@ -173,6 +180,7 @@ class StagingRun:
         self._stop = stop
         self._diagnose = diagnose
         self._raise_damage = raise_damage
+        self._obtainable = obtainable
         self._copies: dict[str, _Copy] = {}
         self._trouble: dict[str, _Trouble] = {}
         self._ended: queue.SimpleQueue[_Copy] = queue.SimpleQueue()
@@ -229,7 +237,13 @@ class StagingRun:
                 self._evict(shard_id)
 
     def _evict(self, shard_id: str) -> None:
-        if self.home.evict(shard_id):
+        shard = self._shards.get(shard_id)
+        if shard is not None and not self._obtainable(shard):
+            self.planner.irreplaceable.add(shard_id)
+            self.planner.not_evicted(shard_id)
+            self.planner.unpin(shard_id)
+            self._emit("cache_last_copy", shard=shard_id)
+        elif self.home.evict(shard_id):
             self.planner.evicted(shard_id)
             self.counts.evicted += 1
             self._emit("cache_evicted", shard=shard_id)
@@ -348,6 +362,9 @@ class StagingRun:
                 trouble.not_before = now + random.uniform(0.02, 0.2)
                 return
         trouble.busy_since = None
+        if copy.lacked:
+            self._sources.lacks(copy.source, copy.shard)
+            return
         trouble.failures += 1
         self._sources.failed(copy.source)
         self.counts.retries += 1
@@ -407,6 +424,8 @@ class StagingRun:
                 copy.digest = self._pour(reader, copy)
             finally:
                 reader.close()
+        except PeerLacksError as error:
+            copy.lacked, copy.error = True, str(error)
         except PeerBusyError:
             copy.busy, copy.error = True, f"{copy.source.name} has not got it yet"
         except OSError as error:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import open_to_read
 
-__all__ = ["FsspecStorage", "PosixStorage", "Reader", "Storage", "is_url", "open_storage"]
+__all__ = ["FsspecStorage", "PosixStorage", "Reader", "Storage", "holds", "is_url", "open_storage"]
 
 
 class Reader(Protocol):
@@ -46,6 +46,14 @@ def is_url(root: str | Path) -> bool:
 def open_storage(root: str | Path) -> Storage:
     """The storage of a data set; UsageError for a URL that no installed file system opens."""
     return FsspecStorage(str(root)) if is_url(root) else PosixStorage(Path(root))
+
+
+def holds(storage: Storage, path: str, nbytes: int) -> bool:
+    """Whether the file is there, in its size. False as well when that cannot be found out now."""
+    try:
+        return storage.size(path) == nbytes
+    except OSError:
+        return False
 
 
 class PosixStorage:

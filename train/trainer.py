@@ -28,6 +28,8 @@ from torch import nn
 from exitwave.ingest import GlobalSampler, ShardDataset
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import EventLog
+from exitwave.ingest.prefetch import Prefetcher
+from exitwave.ingest.prefetch_order import AccessOrder
 from exitwave.ingest.processes import die_with_parent
 from exitwave.train.allreduce.engine import GroupedAllreduce
 from exitwave.train.allreduce.sharded_optimizer import whole_optimizer
@@ -67,6 +69,7 @@ def train(
     out: Path,
     rank_info: RankInfo | None = None,
     cache: Path | None = None,
+    cache_capacity: int | None = None,
     fresh: bool = False,
     emit: Callable[[dict[str, Any]], None] | None = None,
     stop: Callable[[], bool] | None = None,
@@ -78,6 +81,7 @@ def train(
         data: the data set; only committed samples of `spec.train_split` are used.
         out: the run's folder, the same for all ranks (run.py says what it holds).
         cache: where `stage` put the shards, or None to read the data set itself.
+        cache_capacity: bytes; the cache is then kept filled with what comes next, within them (`ingest.prefetch`).
         fresh: forget what `out` holds.
         emit: called with each event that rank 0 records.
         stop: asked before each step; when it is true on any rank, all checkpoint and leave.
@@ -101,7 +105,7 @@ def train(
         if events is not None and emit is not None:
             events.listeners.append(emit)
         training = _build(spec, dataset, out, ranks, events)
-        with closing(training.engine):
+        with closing(training.engine), _prefetcher(training, data, cache, cache_capacity) as training.prefetcher:
             _fit(training, stop or (lambda: False), data=data, cache=cache)
             return _finish(training)
 
@@ -127,6 +131,7 @@ class _Training:
     saved_step: int = -1
     loss: float = float("nan")
     samples: int = 0
+    prefetcher: Prefetcher | None = None
     started: float = field(default_factory=time.perf_counter)
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -226,6 +231,46 @@ def _build(spec: TrainSpec, dataset: ShardDataset, out: Path, ranks: Ranks, even
     return training
 
 
+@contextmanager
+def _prefetcher(
+    training: _Training, data: Path, cache: Path | None, capacity: int | None
+) -> Iterator[Prefetcher | None]:
+    """Keeps the node's cache ahead of this training; every rank has one, and the first of a node to come stages."""
+    if cache is None or capacity is None:
+        yield None
+        return
+    sampler, error = training.sampler, None
+    made: Prefetcher | None = None
+    try:
+        made = Prefetcher(
+            data,
+            cache,
+            AccessOrder.of(training.dataset.data, sampler),
+            capacity_bytes=capacity,
+            epoch=sampler.epoch,
+            committed=sampler.committed,
+            emit=_cache_events(training),
+        )
+    except Exception as caught:
+        error = caught
+    training.ranks.agree(error=error)
+    assert made is not None
+    with made:
+        yield made
+    training.emit("cache_read", **training.dataset.data.cache_counts())
+
+
+def _cache_events(training: _Training) -> Callable[..., None]:
+    """Events of the cache into the run's log, from whichever rank stages; single shards are too many for it."""
+    log = EventLog(training.out / "events.jsonl")
+
+    def emit(kind: str, **fields: Any) -> None:
+        if kind not in ("cache_ready", "cache_evicted"):
+            log.emit(kind, rank=training.ranks.info.rank, **fields)
+
+    return emit
+
+
 def _total_steps(spec: TrainSpec, samples: int) -> int | None:
     """Steps to train, or None where only time ends it. An epoch is the whole global batches that the samples fill."""
     by_epochs = spec.epochs * (samples // spec.batch) if spec.epochs is not None else None
@@ -258,6 +303,8 @@ def _fit(training: _Training, stop: Callable[[], bool], *, data: Path, cache: Pa
         hidden_before = _exposed_s(training.engine)
         training.loss = _step(training, batch)
         training.sampler.commit(spec.batch)
+        if training.prefetcher is not None:
+            training.prefetcher.advance(training.sampler.epoch, training.sampler.committed)
         training.step += 1
         training.samples += spec.batch
         training.emit(

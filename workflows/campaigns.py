@@ -1,4 +1,4 @@
-"""Campaigns as the verbs see them: read and planned, described, run; and staging, which follows them."""
+"""Campaigns as the verbs see them: read and planned, described, run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ __all__ = [
     "read_campaign",
     "run_planned",
     "simulate_campaign",
-    "stage_dataset",
     "tell_warnings",
 ]
 
@@ -232,40 +231,6 @@ def _committed_samples(plan: Plan, dataset: Path) -> int:
         return 0
     wanted = {task.shard_id for task in plan.tasks}
     return sum(shard.n for shard in load_manifest(dataset).shards if shard.shard_id in wanted)
-
-
-def stage_dataset(
-    session: Session,
-    dataset: Path,
-    cache: Path,
-    capacity: int | None,
-    *,
-    feed: Callable[[Mapping[str, Any]], None] | None = None,
-) -> dict[str, Any]:
-    """Stage into `cache`; returns the report with a sentence."""
-    from exitwave.ingest.staging import stage
-
-    def run(to: Callable[[Mapping[str, Any]], None]) -> Any:
-        def emit(kind: str, **fields: Any) -> None:
-            to({"kind": kind, **fields})
-
-        with session.finishing("the shard in hand"):
-            return stage(dataset, cache, capacity_bytes=capacity, emit=emit, stop=session.stop)
-
-    if feed is not None:
-        report = run(feed)
-    else:
-        with session.progress() as own:
-            report = run(own)
-    document = as_document(report)
-    rate = (
-        f", {human_bytes(report.bytes_copied / report.seconds)}/s" if report.bytes_copied and report.seconds > 0 else ""
-    )
-    document["message"] = (
-        f"{report.shards} shards ready in {cache}: {human_bytes(report.bytes_copied)} copied{rate}, "
-        f"{human_bytes(report.bytes_reused)} were there."
-    )
-    return document
 
 
 def as_document(record: Any) -> dict[str, Any]:

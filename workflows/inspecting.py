@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from exitwave.ingest.schema import FieldSpec
 from exitwave.workflows.datasets import find_dataset
 from exitwave.workflows.progress import human_bytes
 
-__all__ = ["draft_text", "inspect_path", "reciprocal_extent", "show_sample", "structure_rows"]
+__all__ = ["draft_text", "inspect_path", "show_sample", "structure_rows"]
 
 
 def inspect_path(path: Path) -> dict[str, Any]:
@@ -175,19 +174,21 @@ def _ranges(params: np.ndarray[Any, Any]) -> dict[str, Any]:
 def show_sample(dataset: Path, uid: str, out: Path | None) -> dict[str, Any]:
     """One sample's parameters and a picture of it. UsageError when there is no such sample."""
     from exitwave.ingest.dataset import open_dataset
+    from exitwave.ingest.selection import parse_uid
+    from exitwave.workflows.pictures import save_sample
 
     data = open_dataset(find_dataset(dataset))
-    index = _find(data, uid)
+    index = parse_uid(uid, data, data.uids)
     sample = data[index]
     record, _ = data.record_of(index)
     params = sample["params"]
-    number = int(params["structure"])
+    number = int(params["structure"]) if "structure" in (params.dtype.names or ()) else -1
     formula = next((s.formula for s in record.structures if s.index == number), "?")
     text = f"{int(sample['uid']):016x}"
     picture = out or Path(f"sample-{text}.png")
-    _draw(sample, formula, picture)
     names = params.dtype.names or ()
     values = {name: _value(params[name]) for name in names}
+    save_sample(sample, _heading(formula, values), {"uid": text, "shard": record.shard_id, **values}, picture)
     return {
         "uid": text,
         "index": index,
@@ -198,80 +199,15 @@ def show_sample(dataset: Path, uid: str, out: Path | None) -> dict[str, Any]:
     }
 
 
+def _heading(formula: str, values: dict[str, Any]) -> str:
+    parts = [formula]
+    for name, unit in (("energy_keV", "keV"), ("semiangle_mrad", "mrad"), ("thickness_A", "Å thick")):
+        if values.get(name):
+            parts.append(f"{round(values[name], 1):g} {unit}")
+    return ", ".join(parts)
+
+
 def _value(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _find(data: Any, uid: str) -> int:
-    if uid.startswith("#"):
-        if not re.fullmatch("[0-9]{1,18}", uid[1:]) or int(uid[1:]) >= len(data):
-            raise UsageError(f"{uid}: expected #0 to #{len(data) - 1}; the data set has {len(data)} samples.")
-        return int(uid[1:])
-    uids = data.uids
-    for base in (16, 10):
-        try:
-            wanted = int(uid, base)
-        except ValueError:
-            continue
-        if 0 <= wanted < 2**64 and (found := np.flatnonzero(uids == np.uint64(wanted))).size:
-            return int(found[0])
-    raise UsageError(
-        f"{uid}: no sample with this id in {data.root}; `exitwave inspect {data.root}` lists some, #0 is the first."
-    )
-
-
-_Extent = tuple[float, float, float, float]  # left, right, bottom, top, as matplotlib has it
-
-
-def _extent(shape: tuple[int, ...], pixel_yx: tuple[float, float]) -> _Extent:
-    return (0.0, shape[1] * pixel_yx[1], shape[0] * pixel_yx[0], 0.0)
-
-
-def reciprocal_extent(shape: tuple[int, ...], sampling_yx: tuple[float, float]) -> _Extent:
-    """Edges of a pattern in 1/Å: the middle of pixel [Qy//2, Qx//2] is the zero frequency."""
-    (rows, columns), (dy, dx) = shape, sampling_yx
-    left, top = -(columns // 2 + 0.5) * dx, -(rows // 2 + 0.5) * dy
-    return (left, left + columns * dx, top + rows * dy, top)
-
-
-def _draw(sample: dict[str, Any], formula: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    params = sample["params"]
-    panels: list[tuple[str, Any, str, _Extent, str]] = []
-    if "cbed" in sample:
-        cbed = sample["cbed"]
-        q = reciprocal_extent(
-            cbed.shape[2:], (float(params["Q_sampling_y_per_A"]), float(params["Q_sampling_x_per_A"]))
-        )
-        panels.append(
-            ("pattern at the centre, √", np.sqrt(cbed[cbed.shape[0] // 2, cbed.shape[1] // 2]), "inferno", q, "1/Å")
-        )
-        panels.append(("mean pattern, √", np.sqrt(cbed.mean(axis=(0, 1))), "inferno", q, "1/Å"))
-        steps = (float(params["R_sampling_y_A"]), float(params["R_sampling_x_A"]))
-        panels.append(("detected fraction", cbed.sum(axis=(2, 3)), "gray", _extent(cbed.shape[:2], steps), "Å"))
-    if "potential" in sample:
-        width = float(params["potential_sampling_A"])
-        label = sample["potential"]
-        panels.append(("projected potential, V·Å", label, "viridis", _extent(label.shape, (width, width)), "Å"))
-    figure = Figure(figsize=(3.4 * len(panels), 3.6), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(
-        f"{formula}, {float(params['energy_keV']):g} keV, {float(params['semiangle_mrad']):g} mrad, "
-        f"{float(params['thickness_A']):.1f} Å thick"
-    )
-    for i, (title, image, cmap, extent, unit) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), i + 1)
-        shown = axes.imshow(image, cmap=cmap, extent=extent)
-        axes.set_title(title, fontsize=9)
-        axes.set_xlabel(unit, fontsize=8)
-        axes.tick_params(labelsize=7)
-        figure.colorbar(shown, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)

@@ -53,6 +53,7 @@ def train_with_ranks(
     *,
     ranks: int | None,
     cache: Path | None,
+    cache_capacity: int | None = None,
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
@@ -66,7 +67,10 @@ def train_with_ranks(
     data = find_dataset(data)
     with locked(out):
         with session.progress() as feed:
-            start_ranks(session, training.spec, data, out, ranks=n, cache=cache, fresh=fresh, feed=feed)
+            start_ranks(
+                session, training.spec, data, out,
+                ranks=n, cache=cache, cache_capacity=cache_capacity, fresh=fresh, feed=feed,
+            )  # fmt: skip
         return training_document(out)
 
 
@@ -109,6 +113,7 @@ def start_ranks(
     *,
     ranks: int,
     cache: Path | None,
+    cache_capacity: int | None = None,
     fresh: bool,
     feed: Callable[[Mapping[str, Any]], None],
 ) -> None:
@@ -127,6 +132,8 @@ def start_ranks(
     arguments = ["train", str(resolved), "--data", str(data), "--out", str(out), "--quiet"]
     if cache is not None:
         arguments += ["--cache", str(cache)]
+    if cache_capacity is not None:
+        arguments += ["--cache-capacity", str(cache_capacity)]
     if fresh:
         arguments += ["--fresh"]
     events = out / "events.jsonl"

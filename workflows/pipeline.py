@@ -25,7 +25,7 @@ from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import write_atomic
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.campaigns import Planned, plan_campaign, run_planned, stage_dataset, tell_warnings
+from exitwave.workflows.campaigns import Planned, plan_campaign, run_planned, tell_warnings
 from exitwave.workflows.config import (
     Document,
     apply_overrides,
@@ -43,6 +43,7 @@ from exitwave.workflows.pipeline_spec import PipelineSpec
 from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.provenance import git_commit, versions
 from exitwave.workflows.session import Session
+from exitwave.workflows.staging import StageChoices, stage_dataset
 
 __all__ = ["read_pipeline", "run_pipeline"]
 
@@ -118,6 +119,10 @@ class _Line:
     def run(self) -> Path:
         return self.out / "train"
 
+    @property
+    def capacity(self) -> int | None:
+        return None if self.spec.stage.capacity is None else parse_bytes(self.spec.stage.capacity)
+
     def simulate(self, cluster: str, workers: int | None) -> int:
         """Returns how many shards failed for good."""
         total = len(self.planned.plan.tasks)
@@ -135,9 +140,9 @@ class _Line:
         return int(result.failed)
 
     def stage(self) -> None:
-        capacity = None if self.spec.stage.capacity is None else parse_bytes(self.spec.stage.capacity)
+        choices = StageChoices(mode=self.spec.stage.mode, capacity_bytes=self.capacity)
         with self._part("stage"):
-            report = stage_dataset(self.session, self.dataset, self.out / "cache", capacity, feed=self.feed)
+            report = stage_dataset(self.session, self.dataset, self.out / "cache", choices, feed=self.feed)
             if report["bytes_copied"] == 0:
                 self.session.note(f"stage: all {human_bytes(report['bytes_reused'])} are in the cache already")
             self.log.emit("staged", **{k: report[k] for k in ("bytes_copied", "bytes_reused", "seconds")})
@@ -154,6 +159,7 @@ class _Line:
                 self.run,
                 ranks=ranks,
                 cache=self.out / "cache",
+                cache_capacity=self.capacity if self.spec.stage.mode == "stream" else None,
                 fresh=False,
                 feed=self.feed,
             )

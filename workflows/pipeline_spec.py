@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.strict_model import StrictModel
@@ -36,9 +36,16 @@ class ClusterSection(StrictModel):
 
 
 class StageSection(StrictModel):
-    """How much of the local disk the cache may take."""
+    """How much of the local disk the cache may take, and what it holds: `replicate`, all; `stream`, what comes next."""
 
+    mode: Literal["replicate", "stream"] = "replicate"
     capacity: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_has_a_capacity(self) -> StageSection:
+        if self.mode == "stream" and self.capacity is None:
+            raise ValueError("mode stream needs a capacity; without one, say replicate")
+        return self
 
     @field_validator("capacity", mode="before")
     @classmethod

@@ -36,6 +36,7 @@ def run_rank(
     out: Path,
     *,
     cache: Path | None,
+    cache_capacity: int | None = None,
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
@@ -43,7 +44,8 @@ def run_rank(
     """Train as the rank at `place`; leaves an error behind as a file and raises it."""
     die_with_parent()
     try:
-        _train(session, place, config, data, out, cache=cache, mesh=mesh, fresh=fresh, overrides=overrides)
+        _train(session, place, config, data, out, cache=cache, cache_capacity=cache_capacity, mesh=mesh,
+               fresh=fresh, overrides=overrides)  # fmt: skip
     except BaseException as error:
         with suppress(OSError):
             _write_error(out, place.rank, error)
@@ -58,6 +60,7 @@ def _train(
     out: Path,
     *,
     cache: Path | None,
+    cache_capacity: int | None = None,
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
@@ -75,11 +78,15 @@ def _train(
         rank=place.rank, world_size=place.world_size, local_rank=place.local_rank, init_method=place.init_method(out)
     )
     if place.ours or place.rank > 0:
-        train(training.spec, data=data, out=out, rank_info=info, cache=cache, fresh=fresh, stop=session.stop.is_set)
+        train(
+            training.spec, data=data, out=out, rank_info=info, cache=cache, cache_capacity=cache_capacity, fresh=fresh,
+            stop=session.stop.is_set,
+        )  # fmt: skip
         return
     with session.progress() as feed:
         result = train(
-            training.spec, data=data, out=out, rank_info=info, cache=cache, fresh=fresh, emit=feed,
+            training.spec, data=data, out=out, rank_info=info, cache=cache, cache_capacity=cache_capacity, fresh=fresh,
+            emit=feed,
             stop=session.stop.is_set,
         )  # fmt: skip
     from exitwave.workflows.launch import training_document

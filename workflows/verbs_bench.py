@@ -20,7 +20,7 @@ from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
     more="allreduce: step times of the gradient engine beside DistributedDataParallel's with five bucket sizes and "
     "FSDP2's, two ranks, over the loopback interface and over links of 1 Gbit/s, 400 and 250 Mbit/s, for three models; "
     "the messages of the control plane at 2 to 512 ranks; the scaling model against 2, 4 and 8 ranks. The slower links "
-    "are made of network namespaces and need root; without it they are skipped, and said so. About 8 minutes. "
+    "are made of network namespaces and need root; without it they are skipped, and said so. About 7 minutes. "
     "simulate: the multislice loop on one core beside its floor (two transforms for each slice and probe) and abTEM. "
     "ingest: shuffled batches beside raw reads, litdata, webdataset and mosaicml-streaming, each after showing that an "
     "epoch of it holds every sample once; staging beside cp. A loader that is not installed is skipped, and said so.",

@@ -30,7 +30,12 @@ DatasetFolder = Annotated[
 def init(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write; it must not exist.")],
     template: Annotated[
-        str, typer.Option("--template", metavar="NAME", help="quickstart (minutes) or reconstruct (hours).")
+        str,
+        typer.Option(
+            "--template",
+            metavar="NAME",
+            help="quickstart (minutes), reconstruct (hours), or a campaign: classify, regress, seed-small.",
+        ),
     ] = "quickstart",
     quiet: Quiet = False,
     debug: Debug = False,
@@ -181,30 +186,64 @@ def verify(dataset: DatasetFolder, json: Json = False, quiet: Quiet = False, deb
     panel=DATA,
     purpose="Copy a data set's shards to fast local storage, verified.",
     more="A shard appears in the cache only whole and with the right checksum. Called again it copies what is missing; "
-    "two at once share the work of one.",
-    example="exitwave stage data/quick --cache /tmp/cache --capacity 20GB",
+    "two at once share the work of one. DATASET may be an address that fsspec opens, such as s3://bucket/data. Modes: "
+    "replicate (every shard), stream (what fits; `exitwave train --cache-capacity` moves it along), partition (a share "
+    "for each node). With --peers each shard is read from the data set by one node, and passed on.",
+    example="exitwave stage data/quick --cache /tmp/cache --capacity 20GB\n"
+    "exitwave stage data/quick --cache /tmp/cache --peers 10.0.0.1:7070,10.0.0.2:7070 --me 10.0.0.1:7070 "
+    "--secret-file secret",
     then="`exitwave train TRAIN.yaml --data DATASET --cache DIR --out RUN` reads from there.",
     codes="0 staged; 2 configuration, or the capacity is too small; 3 a shard is damaged; 75 interrupted or "
     "disk full, the "
     "same command goes on.",
 )
 def stage(
-    dataset: DatasetFolder,
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="A data set, the RUN that holds it, or its URL.")],
     cache: Annotated[Path, typer.Option("--cache", metavar="DIR", help="The cache's folder, made if needed.")],
     capacity: Annotated[
         str | None, typer.Option("--capacity", metavar="SIZE", help="At most this much, e.g. 20GB or 500MiB.")
+    ] = None,
+    mode: Annotated[str, typer.Option("--mode", metavar="MODE", help="replicate, stream or partition.")] = "replicate",
+    share: Annotated[
+        str | None, typer.Option("--share", metavar="K/N", help="partition: this is the K-th of N nodes.")
+    ] = None,
+    exchange: Annotated[
+        float,
+        typer.Option("--exchange", metavar="Q", min=0.0, max=1.0, help="partition: the part dealt anew each epoch."),
+    ] = 0.0,
+    epoch: Annotated[int, typer.Option("--epoch", metavar="E", min=0, help="partition: for this epoch.")] = 0,
+    peers: Annotated[
+        str | None, typer.Option("--peers", metavar="HOST:PORT,…", help="All nodes, the same list on each.")
+    ] = None,
+    me: Annotated[
+        str | None, typer.Option("--me", metavar="HOST:PORT", help="Which of the peers this node is.")
+    ] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option("--secret-file", metavar="FILE", help="The secret of the peers, for its owner only.")
+    ] = None,
+    in_flight: Annotated[
+        int | None, typer.Option("--in-flight", metavar="N", min=1, max=64, help="Copies at a time; by default 4.")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.campaigns import stage_dataset
     from exitwave.workflows.config import parse_bytes
-    from exitwave.workflows.datasets import find_dataset
+    from exitwave.workflows.staging import StageChoices, parse_share, stage_dataset
 
-    limit = parse_bytes(capacity) if capacity is not None else None
+    choices = StageChoices(
+        mode=mode,  # type: ignore[arg-type]  # checked there
+        capacity_bytes=parse_bytes(capacity) if capacity is not None else None,
+        share=None if share is None else parse_share(share),
+        exchange=exchange,
+        epoch=epoch,
+        peers=tuple(peers.split(",")) if peers else (),
+        me=me,
+        secret_file=secret_file,
+        in_flight=in_flight,
+    )
     with open_session(json=json, quiet=quiet) as session:
-        document = stage_dataset(session, find_dataset(dataset), cache, limit)
+        document = stage_dataset(session, dataset, cache, choices)
         session.result(document, lambda: document["message"])
 
 
@@ -245,9 +284,9 @@ def inspect(
 @verb(
     "show",
     panel=DATA,
-    purpose="Show one sample: its parameters, and a picture of its pattern and potential.",
+    purpose="Show one sample: its parameters, and pictures of its patterns, label and other fields.",
     more="UID is a sample's id as `inspect` lists them, or `#N` for the N-th sample of the data set.",
-    example="exitwave show data/quick '#0' --out sample.png",
+    example="exitwave show data/quick '#0' --out sample.png\nexitwave show data/quick '#0' --out sample.html",
     then="Open the picture.",
     codes="0 shown; 2 no such sample.",
 )
@@ -255,7 +294,12 @@ def show(
     dataset: DatasetFolder,
     uid: Annotated[str, typer.Argument(metavar="UID", help="A sample's id, or #N.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.png", help="The picture; by default sample-UID.png here.")
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="The picture (.png, .pdf, .svg), or a page (.html); by default sample-UID.png here.",
+        ),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

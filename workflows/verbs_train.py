@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from exitwave.ingest.errors import UsageError
 from exitwave.workflows import verbs_views  # noqa: F401  (its verbs stand before these in the help)
 from exitwave.workflows.commands import HELP, LINE, TRAIN, ClusterOption, Debug, Json, Overrides, Quiet, Workers, verb
 from exitwave.workflows.session import open_session
@@ -42,6 +43,12 @@ def train(
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="The run's folder, made if needed.")],
     ranks: Ranks = None,
     cache: Cache = None,
+    cache_capacity: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-capacity", metavar="SIZE", help="Stream: keep what comes next in the cache, at most this."
+        ),
+    ] = None,
     mesh: Annotated[
         str, typer.Option("--mesh", metavar="auto|DxS", help="Data-parallel x spatial ranks; S is 1 for now.")
     ] = "auto",
@@ -53,20 +60,35 @@ def train(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.config import rank_environment
+    from exitwave.workflows.config import parse_bytes, rank_environment
 
+    limit = None if cache_capacity is None else parse_bytes(cache_capacity, "--cache-capacity")
+    if limit is not None and cache is None:
+        raise UsageError("--cache-capacity: it says how large the cache may be; name its folder with --cache.")
     place = rank_environment()
     if place is not None:
         from exitwave.workflows.rank import run_rank
 
         with open_session(json=json, quiet=quiet or place.rank > 0, patient=True) as session:
-            run_rank(session, place, config, data, out, cache=cache, mesh=mesh, fresh=fresh, overrides=overrides or ())
+            run_rank(
+                session, place, config, data, out,
+                cache=cache, cache_capacity=limit, mesh=mesh, fresh=fresh, overrides=overrides or (),
+            )  # fmt: skip
         return
     from exitwave.workflows.launch import train_with_ranks
 
     with open_session(json=json, quiet=quiet) as session:
         document = train_with_ranks(
-            session, config, data, out, ranks=ranks, cache=cache, mesh=mesh, fresh=fresh, overrides=overrides or ()
+            session,
+            config,
+            data,
+            out,
+            ranks=ranks,
+            cache=cache,
+            cache_capacity=limit,
+            mesh=mesh,
+            fresh=fresh,
+            overrides=overrides or (),
         )
         session.result(document, lambda: document["message"])
 

@@ -131,6 +131,26 @@ def test_killed_while_staging(tmp_path: Path, point: str) -> None:
     assert list((cache / "tiny" / "quarantine").iterdir()) == []
 
 
+EVICT_POINTS = {
+    "nothing evicted": "unlink:1:before",
+    "name gone, space not yet": "ftruncate:2:before",  # the first one is the lock's
+    "one evicted": "ftruncate:2:after",
+    "in the second eviction": "unlink:2:after",
+}
+
+
+@pytest.mark.parametrize("point", EVICT_POINTS, ids=lambda p: p.replace(" ", "-"))
+def test_killed_while_evicting(tmp_path: Path, point: str) -> None:
+    root, cache = make_dataset(tmp_path / "d", "tvet"), tmp_path / "cache"
+    stage(root, cache)
+    assert child("trim", root, cache, EVICT_POINTS[point]) == -signal.SIGKILL
+    assert check_ready(root, cache) in (2, 3, 4)
+    assert child("trim", root, cache, "never") == 0
+    assert check_ready(root, cache) == 2
+    assert stage(root, cache).bytes_reused == sum(s.nbytes for s in load_manifest(root).shards[:2])
+    assert check_ready(root, cache) == 4
+
+
 @pytest.mark.long
 def test_killed_at_any_moment(tmp_path: Path, reference: str) -> None:
     """Two hundred kills at random times, the work going on after each until it is done."""

@@ -67,7 +67,10 @@ def ratio(data: Path, reports: list[dict[str, Any]]) -> float:
     return sum(r["bytes_from_source"] for r in reports) / load_manifest(data).nbytes
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("n", [pytest.param(2, marks=LONG), pytest.param(3, marks=LONG), 4])
 def test_shared_storage_is_read_once_on_one_host(tmp_path: Path, data: Path, n: int) -> None:
     nodes = [f"127.0.0.1:{port}" for port in free_ports(n)]
     processes = [start([], data, tmp_path / f"c{k}", nodes, k) for k in range(n)]
@@ -79,7 +82,7 @@ def test_shared_storage_is_read_once_on_one_host(tmp_path: Path, data: Path, n: 
     assert all(r["bytes_from_source"] > 0 for r in reports), "each node reads what it owns"
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=LONG), 4])
 def test_shared_storage_is_read_once_over_a_network(tmp_path: Path, data: Path, n: int) -> None:
     with cluster(n) as made:
         nodes = [f"{made.address(k)}:7070" for k in range(n)]
@@ -93,7 +96,7 @@ def test_shared_storage_is_read_once_over_a_network(tmp_path: Path, data: Path, 
 def test_a_node_that_comes_late_is_waited_for(tmp_path: Path, data: Path) -> None:
     nodes = [f"127.0.0.1:{port}" for port in free_ports(2)]
     first = start([], data, tmp_path / "c0", nodes, 0)
-    time.sleep(2)
+    time.sleep(1)
     second = start([], data, tmp_path / "c1", nodes, 1)
     assert ratio(data, [report_of(first), report_of(second)]) == 1.0
 
@@ -105,7 +108,7 @@ def test_a_node_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path, data
     assert report["bytes_from_peers"] == 0
 
 
-@pytest.mark.parametrize("where", ["loopback", "network"])
+@pytest.mark.parametrize("where", ["loopback", pytest.param("network", marks=LONG)])
 def test_a_peer_killed_in_mid_copy(tmp_path: Path, data: Path, where: str) -> None:
     if where == "network":
         with cluster(3) as made:
@@ -129,7 +132,7 @@ def test_one_slow_peer_is_passed_over(tmp_path: Path, data: Path) -> None:
     with cluster(3) as made:
         made.slow(0, "2mbit")
         nodes = [f"{made.address(k)}:7070" for k in range(3)]
-        patience = {"limits": {"stall_s": 1.0, "stall_bytes_per_s": 1e6}}
+        patience = {"limits": {"stall_s": 1.0, "stall_bytes_per_s": 350e3}}
         began = time.monotonic()
         processes = [start(made.prefix(k), data, tmp_path / f"c{k}", nodes, k, **patience) for k in range(3)]
         reports = [report_of(process) for process in processes]
@@ -138,8 +141,21 @@ def test_one_slow_peer_is_passed_over(tmp_path: Path, data: Path) -> None:
         check_whole(data, tmp_path / f"c{k}")
     owned = sum(s.nbytes for s in load_manifest(data).shards if owner(s.shard_id, nodes) == nodes[0])
     assert seconds < owned / 250e3, "waiting for it would have taken as long as its bytes at its rate"
-    # What it owns is read once by it and once more by the next in the ranking, from whom the third has it.
-    assert ratio(data, reports) <= 1 + owned / load_manifest(data).nbytes + 0.2
+    # What it owns is read once more by the next in the ranking, from whom the third has it.
+    assert ratio(data, reports[1:]) <= 1.02
+
+
+def test_shares_are_exchanged_between_nodes(tmp_path: Path, data: Path) -> None:
+    nodes = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    for epoch in range(3):
+        share = {"nodes": 2, "epoch": epoch, "exchange": 0.5}
+        processes = [
+            start([], data, tmp_path / f"c{k}", nodes, k, share={**share, "node": k}, join_s=5.0) for k in range(2)
+        ]
+        reports = [report_of(process) for process in processes]
+        assert all(r["shards"] == SHARDS // 2 for r in reports)
+        assert ratio(data, reports) == (1.0 if epoch == 0 else 0.0), "once read, shards go from node to node"
+    assert sum(r["bytes_reused"] + r["bytes_from_peers"] for r in reports) == load_manifest(data).nbytes
 
 
 def test_wrong_bytes_of_a_peer_are_never_kept(tmp_path: Path, data: Path) -> None:

@@ -2,6 +2,7 @@
 
     python ingest_child.py write DATASET TASK POINT       publishes and commits one shard
     python ingest_child.py stage DATASET CACHE POINT      stages the data set
+    python ingest_child.py trim DATASET CACHE POINT       makes the cache hold half of it
 
 POINT is `never`, or `<call>:<k>:<when>`: at the k-th call of os.<call>, `before` it, `after` it, or `half` (a write of
 half of the bytes). The signal is a real one: nothing is cleaned up, no handler runs.
@@ -65,4 +66,5 @@ if __name__ == "__main__":
         write(Path(dataset), int(argument))
     else:
         die_at(point)
-        staging.stage(dataset, argument)
+        half = None if verb == "stage" else load_manifest(Path(dataset)).nbytes // 2
+        staging.stage(dataset, argument, capacity_bytes=half, partial=half is not None)

@@ -11,7 +11,7 @@ import sys
 from ingest_child import die_at
 
 from exitwave.ingest.peers_staging import PeerOptions
-from exitwave.ingest.staging import stage
+from exitwave.ingest.staging import Share, stage
 from exitwave.ingest.staging_run import Limits
 
 if __name__ == "__main__":
@@ -32,5 +32,6 @@ if __name__ == "__main__":
         if kind == "cache_retry":
             print(asked["me"], kind, fields, file=sys.stderr, flush=True)
 
-    report = stage(asked["dataset"], asked["cache"], peers=options, limits=limits, emit=tell)
+    share = Share(**asked["share"]) if "share" in asked else None
+    report = stage(asked["dataset"], asked["cache"], peers=options, limits=limits, emit=tell, share=share)
     print(json.dumps(report.to_json()), flush=True)

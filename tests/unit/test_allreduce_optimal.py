@@ -158,6 +158,7 @@ def test_all_ranks_switch_to_one_plan_after_the_same_reduction(protocol, tmp_pat
             sum(reference(x[r] * (step + 1)).square().mean() / 3 for r in range(3)).backward()
             for name, parameter in reference.named_parameters():
                 torch.testing.assert_close(own[name], parameter.grad, rtol=1e-5, atol=1e-7)
+    assert_opens_in_perfetto(json.loads((tmp_path / "trace.json").read_text()))
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for rank in range(3):
         for kind in ("computation", "collective", "exposed"):
@@ -267,5 +268,45 @@ def test_a_timeline_is_asked_for_before_it_is_written(tmp_path):
     with pytest.raises(UsageError, match="timeline=True"):
         GroupedAllreduce(net()).write_timeline(tmp_path / "x.json")
     spans = [Span(kind="collective", name="g", begin_s=10.0, end_s=10.5, step=1, nbytes=8)]
-    event = to_chrome([[], spans])["traceEvents"][-1]
+    (event,) = (e for e in to_chrome([[], spans])["traceEvents"] if e["ph"] == "X")
     assert (event["ph"], event["pid"], event["ts"], event["dur"]) == ("X", 1, 0.0, 0.5e6)
+
+
+def assert_opens_in_perfetto(document: dict) -> None:
+    """What the Trace Event Format asks of complete events, and of rows: no two events of one overlap."""
+    document = json.loads(json.dumps(document, allow_nan=False))
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    named = set()
+    for event in document["traceEvents"]:
+        assert event["ph"] in ("M", "X") and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert isinstance(event["name"], str) and event["name"]
+        if event["ph"] == "M":
+            named.add((event["pid"], event["tid"], event["name"]))
+        else:
+            assert event["ts"] >= 0 and event["dur"] >= 0
+            assert (event["pid"], event["tid"], "thread_name") in named, "a row without a name"
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in rows.values():
+        for (_, end), (begin, _) in itertools.pairwise(sorted(spans)):
+            assert begin >= end - 1e-3  # a nanosecond: times are sums of floating-point numbers
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from(["computation", "collective", "exposed"]), st.floats(0, 10), st.floats(0, 3)),
+            max_size=30,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_traces_are_of_the_format_that_perfetto_opens(ranks):
+    spans = [
+        [Span(kind=kind, name="s", begin_s=begin, end_s=begin + long, step=0) for kind, begin, long in row]
+        for row in ranks
+    ]
+    document = to_chrome(spans)
+    assert_opens_in_perfetto(document)
+    assert sum(e["ph"] == "X" for e in document["traceEvents"]) == sum(map(len, ranks))

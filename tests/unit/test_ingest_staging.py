@@ -130,3 +130,18 @@ def test_a_cache_in_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(UsageError, match="is a file"):
         stage(root, tmp_path / "cache")
+
+
+def test_who_waits_for_another_stager_is_told_for_whom(tmp_path: Path) -> None:
+    root, cache = make_dataset(tmp_path / "d", "t"), tmp_path / "cache"
+    stage(root, cache)
+    heard: list[dict[str, Any]] = []
+    stop = threading.Event()
+
+    def emit(kind: str, **fields: Any) -> None:
+        heard.append({"kind": kind, **fields})
+        stop.set()
+
+    with FileLock(cache / "tiny" / "stager.lock"), pytest.raises(InterruptedRunError, match="while another process"):
+        stage(root, cache, emit=emit, stop=stop)
+    assert len(heard) == 1 and f"pid {os.getpid()}" in heard[0]["holder"]

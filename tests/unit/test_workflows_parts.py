@@ -87,11 +87,11 @@ def test_the_registered_verbs_are_these() -> None:
         (["stage", "d", "--cache", "c", "--capacity", "20 parsecs"], "--capacity: expected a size"),
         (["train", "no.yaml", "--data", "d", "--out", "r"], "no.yaml: no such file"),
         (["verify", "/nonexistent"], "no such folder"),
-        (["bench", "everything"], "does not exist: choose allreduce or simulate"),
+        (["bench", "everything"], "does not exist: choose allreduce, ingest or simulate"),
         (["status", "/nonexistent"], "no such folder"),
         (["report", "/nonexistent"], "no such folder"),
         (["inspect", "/nonexistent"], "no such file"),
-        (["init", "/tmp/x.yaml", "--template", "nope"], "quickstart, reconstruct"),
+        (["init", "/tmp/x.yaml", "--template", "nope"], "quickstart, classify"),
     ],
 )
 def test_wrong_use_is_exit_2_with_one_message(
@@ -150,13 +150,27 @@ def test_json_is_strict() -> None:
 
 
 def test_templates_are_valid_and_the_example_is_the_template(tmp_path: Path) -> None:
-    assert template_names() == ("quickstart", "reconstruct")
+    assert {"quickstart", "reconstruct", "classify", "regress", "seed-small"} <= set(template_names())
+    assert template_names()[0] == "quickstart"
     assert template_text("quickstart") == (ROOT / "examples" / "quickstart.yaml").read_text()
     for name in template_names():
         write_template(name, tmp_path / f"{name}.yaml")
+    for name in ("quickstart", "reconstruct"):
         read_pipeline(tmp_path / f"{name}.yaml")
     with pytest.raises(UsageError, match="exists already"):
         write_template("quickstart", tmp_path / "quickstart.yaml")
+
+
+def test_every_template_can_be_planned(tmp_path: Path) -> None:
+    from exitwave.workflows.campaigns import read_campaign
+
+    for name in template_names():
+        write_template(name, tmp_path / f"{name}.yaml")
+        plan = read_campaign(tmp_path / f"{name}.yaml").plan
+        lost = [r for r in plan.rejected if "no orthogonal cell" not in r.why]
+        assert plan.by_split()["train"] > plan.by_split()["test"] > 0, name
+        assert plan.rejected_samples <= 0.02 * plan.n_samples, (name, lost)
+        assert len({r.source for r in lost}) <= 0.15 * len(plan.structures), (name, lost)
 
 
 def test_the_quickstart_is_what_was_promised() -> None:

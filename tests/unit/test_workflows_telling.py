@@ -16,7 +16,7 @@ from exitwave.ingest.errors import UsageError
 from exitwave.workflows import cli
 from exitwave.workflows.campaigns import _workers_line
 from exitwave.workflows.datasets import completeness, find_dataset, require_split
-from exitwave.workflows.inspecting import reciprocal_extent
+from exitwave.workflows.pictures import reciprocal_extent
 from exitwave.workflows.rejections import grouped, rejected_structures
 from exitwave.workflows.session import open_session
 from exitwave.workflows.tables import plan_table, sample_table, verify_table

@@ -67,7 +67,8 @@ def run_bench(
     """Measure, and return the document: `bench`, `machine`, `rows`, `control`, `scaling`, `targets`, `skipped`.
 
     Args:
-        links: of `LINKS`; None means four. Those that need root are skipped, and said so, where there is none.
+        links: of `LINKS`; None means four, the slowest with the first model only. Those that need root are skipped,
+            and said so, where there is none.
         models: of `MODELS`; None means the first three, with `full` all but the tiny one.
         methods: of `METHODS`, with "compute", "static/optimal" and one of ddp among them; fewer get more rounds.
         seconds: to measure each model on each link, after warming up; None means 8, with `full` 60.
@@ -81,7 +82,8 @@ def run_bench(
     """
     if beside is None:
         beside = links is None and models is None
-    links = tuple(links or _DEFAULT_LINKS)
+    chosen = tuple(links or ())
+    links = chosen or _DEFAULT_LINKS
     models = tuple(models or (m for m in MODELS if m in _DEFAULT_MODELS or (full and m != "fc-densenet-tiny")))
     methods = tuple(methods or (m for m in METHODS if full or not m.startswith("coordinator")))
     seconds = seconds or (60.0 if full else 8.0)
@@ -101,8 +103,9 @@ def run_bench(
                 control = control_rows()
                 targets += control_targets(control)
             for link in links:
+                here = models if full or link in chosen or link != _DEFAULT_LINKS[-1] else models[:1]
                 try:
-                    _on_link(link, models, methods, seconds, say, rows, targets, skipped)
+                    _on_link(link, here, methods, seconds, say, rows, targets, skipped)
                 except UsageError as error:
                     skipped.append({"link": link, "why": str(error)})
                     say(f"{link}: skipped: {error}")

@@ -234,6 +234,7 @@ class GroupedAllreduce(nn.Module):
             control=self._control,
             watch=self._watch,
             counters=self.counters,
+            timeline=self._timeline,
         )
         return self._reducer.optimizer
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,7 +38,11 @@ class Job:
         *,
         prepare: Callable[[], None] | None = None,
         after: Sequence[Job] = (),
+        label: str = "",
+        nbytes: int = 0,
     ) -> None:
+        self.label, self.nbytes = label, nbytes  # for the timeline
+        self.begun = 0.0  # of the performance counter, when the transfer started
         self.start = start
         self.prepare = prepare
         self.after = after
@@ -64,7 +69,9 @@ class Job:
 class Pump:
     """The thread and its queue."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, note: Callable[[Job], None] | None = None) -> None:
+        """`note` is called in the thread with each job whose transfer has ended well."""
+        self.note = note
         self._queue: deque[Job] = deque()
         self._news = threading.Condition()
         self._closed = False
@@ -116,14 +123,15 @@ def _run(pump: Pump) -> None:
                     raise broken
                 if job is not None:
                     while not all(before.done() for before in job.after):
-                        _advance(flying)
+                        _advance(flying, pump.note)
                     for before in job.after:
                         before.wait(0)
                     if job.prepare is not None:
                         job.prepare()
+                    job.begun = time.perf_counter()
                     flying.append((job, job.start()))
                 else:
-                    _advance(flying)
+                    _advance(flying, pump.note)
             except BaseException as error:
                 broken = error  # transfers are matched by order: after one is lost none can be trusted
                 for lost in [job, *(waiting for waiting, _ in flying)]:
@@ -132,12 +140,14 @@ def _run(pump: Pump) -> None:
                 flying.clear()
 
 
-def _advance(flying: deque[tuple[Job, Exchange]]) -> None:
+def _advance(flying: deque[tuple[Job, Exchange]], note: Callable[[Job], None] | None) -> None:
     """Wait for the transfer that was started first, and go on with it."""
     job, exchange = flying[0]
     over = exchange.advance()
     flying.popleft()
     if over:
+        if note is not None:
+            note(job)
         job.finish()
     else:
         flying.append((job, exchange))

@@ -46,6 +46,7 @@ from exitwave.train.allreduce.sharded_optimizer import (
 )
 from exitwave.train.allreduce.shards import GroupShards
 from exitwave.train.allreduce.stall import Watch
+from exitwave.train.allreduce.timeline import Timeline
 from exitwave.train.transport import TorchTransport, Transport
 
 __all__ = ["StepMode", "open_step_ring", "plan_for_steps"]
@@ -87,8 +88,10 @@ class StepMode:
         control: Transport,
         watch: Watch,
         counters: Counters,
+        timeline: Timeline | None = None,
     ) -> None:
         self.plan = plan
+        self._timeline = timeline
         self._names = list(parameters)
         self._ring, self._control, self._watch, self._counters = ring, control, watch, counters
         number = {name: i for i, name in enumerate(self._names)}
@@ -113,7 +116,7 @@ class StepMode:
         self.optimizer = ShardedOptimizer(
             plain, step=self._step, discard=self._discard, collect=self._collect, deal_out=self._deal_out
         )
-        self._pump = Pump("exitwave-step")
+        self._pump = Pump("exitwave-step", note=self._note if timeline is not None else None)
         self._weight = self._whole = 1.0
         self._scale: float | None = None  # gradients are multiplied by it before the update
         self._ready = bytearray(len(listed))
@@ -192,14 +195,18 @@ class StepMode:
             used = [member not in lacking for member in range(len(shards.members))] if lacking else None
             shards.write_tails(self._weight, used)
             lacking.clear()
-            job = Job(partial(self._ring.reduce_scatter, shards.gradients))
+            job = Job(
+                partial(self._ring.reduce_scatter, shards.gradients),
+                label=f"reduce-scatter of tensor group {group}",
+                nbytes=_nbytes(shards.gradients),
+            )
             self._count(shards.gradients)
             self._reducing.append(job)
             self._pump.submit(job)
 
     def _count(self, rows: torch.Tensor) -> None:
         self._counters.collectives += 1
-        self._counters.bytes += rows.numel() * rows.element_size()
+        self._counters.bytes += _nbytes(rows)
 
     # ---------------------------------------------------------------------------------------- after a backward pass
 
@@ -220,6 +227,8 @@ class StepMode:
                 partial(self._ring.all_gather, self.shards[group].parameters),
                 prepare=partial(self._update, group, hyper, scale),
                 after=(jobs[group],),
+                label=f"gather of tensor group {group}",
+                nbytes=_nbytes(self.shards[group].parameters),
             )
             self._count(self.shards[group].parameters)
             self._gathering[group] = job
@@ -278,7 +287,14 @@ class StepMode:
             begun = perf_counter()
             self._wait(job, f"the parameters of {self.plan.groups[group]}")
             self._counters.exposed_s += perf_counter() - begun
+            if self._timeline is not None:
+                self._timeline.add("exposed", "wait for parameters", begun, perf_counter())
             self._gathering.pop(group, None)
+
+    def _note(self, job: Job) -> None:
+        """In the pump's thread: a transfer has ended."""
+        assert self._timeline is not None
+        self._timeline.add("collective", job.label, job.begun, perf_counter(), job.nbytes)
 
     def wait_for_gathers(self) -> None:
         """Return when all parameters are whole."""
@@ -346,3 +362,7 @@ class StepMode:
             self._gathering.clear()
         self._undo()
         self._pump.close()
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -6,6 +6,8 @@ Format" of the Chromium project, complete events (`"ph": "X"`), times in microse
 - `computation`: from `forward` to the first gradient, and the backward pass on this rank;
 - `collective`: from the start of a collective to the moment its end was noticed;
 - `exposed`: the wait at the end of backward, which communication did not hide.
+
+Collectives are in flight at the same time; those that overlap get rows of their own (`collective 2`, …).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Timeline:
 
     def to_json(self) -> bytes:
         """For other ranks."""
-        return json.dumps([[s.kind, s.name, s.begin_s, s.end_s, s.step, s.nbytes] for s in self.spans]).encode()
+        return json.dumps([[s.kind, s.name, s.begin_s, s.end_s, s.step, s.nbytes] for s in list(self.spans)]).encode()
 
     @staticmethod
     def from_json(text: bytes) -> list[Span]:
@@ -71,19 +73,37 @@ def to_chrome(ranks: Sequence[Iterable[Span]]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(rows):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        for row, kind in enumerate(_ROWS):
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": kind}})
-        for span in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": span.kind,
-                    "pid": rank,
-                    "tid": _ROWS.index(span.kind),
-                    "ts": 1e6 * (span.begin_s - start_s),
-                    "dur": 1e6 * (span.end_s - span.begin_s),
-                    "args": {"step": span.step, "bytes": span.nbytes},
-                }
-            )
+        for number, kind in enumerate(_ROWS):
+            for lane, own in enumerate(_lanes([span for span in spans if span.kind == kind])):
+                row = 100 * number + lane
+                name = kind if not lane else f"{kind} {lane + 1}"
+                events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}})
+                events.append(
+                    {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": row, "args": {"sort_index": row}}
+                )
+                events += [_complete(span, rank, row, start_s) for span in own]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans that overlap in different lanes (one at least): in a row of the format they must not."""
+    lanes: list[list[Span]] = [[]]
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        free = next((lane for lane in lanes if not lane or lane[-1].end_s <= span.begin_s), None)
+        if free is None:
+            lanes.append(free := [])
+        free.append(span)
+    return lanes
+
+
+def _complete(span: Span, rank: int, row: int, start_s: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.kind,
+        "pid": rank,
+        "tid": row,
+        "ts": 1e6 * (span.begin_s - start_s),
+        "dur": 1e6 * (span.end_s - span.begin_s),
+        "args": {"step": span.step, "bytes": span.nbytes},
+    }

@@ -31,7 +31,7 @@ def write_webdataset(folder: Path, samples: Samples, told: Callable[[int], None]
     """Tar files `data-000000.tar`, … of at most 256 MiB (or one sample) each in `folder`; whole ones are kept."""
     from exitwave.ingest.exporting import as_json, describe_fields
 
-    size = sum(_bytes_of(samples))
+    size = sum(field.nbytes for field in samples.fields)
     per_file = max(1, _TARGET // max(1, size))
     count = -(-len(samples) // per_file)
     for number in range(count):
@@ -62,11 +62,6 @@ def write_webdataset(folder: Path, samples: Samples, told: Callable[[int], None]
         "fields": list(describe_fields(samples)),
     }
     (folder / "dataset.json").write_bytes(as_json(about))
-
-
-def _bytes_of(samples: Samples) -> list[int]:
-    """About the bytes of each field of a sample."""
-    return [int(np.prod(f.shape, dtype=np.int64)) * np.dtype(f.dtype).itemsize for f in samples.fields]
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

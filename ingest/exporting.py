@@ -137,7 +137,7 @@ def export_samples(
     samples = Samples(data, numbers, spec)
     refuse_inside(out, {"the data set": data.root})
     refuse_existing(out)
-    told = _telling(emit, len(samples), stopped)
+    told = _telling(emit, samples, stopped)
     if spec.format in _SUFFIX and out.suffix in _FILE_SUFFIXES[spec.format]:
         if len(samples) > 1:
             raise UsageError(
@@ -173,10 +173,12 @@ def _digest(numbers: Sequence[int]) -> str:
     return f"{len(numbers)}-{crc32c(np.asarray(numbers, dtype='<i8')):08x}"
 
 
-def _telling(emit: Emit | None, total: int, stopped: Callable[[], bool]) -> Callable[[int], None]:
+def _telling(emit: Emit | None, samples: Samples, stopped: Callable[[], bool]) -> Callable[[int], None]:
+    total, size = len(samples), sum(field.nbytes for field in samples.fields)
+
     def told(done: int) -> None:
         if emit is not None:
-            emit("work_progress", label="export", unit="samples", done=done, total=total)
+            emit("work_progress", label="export", unit="samples", done=done, total=total, bytes_a_unit=size)
         if done < total and stopped():
             raise InterruptedRunError(f"Interrupted after {done} of {total} samples.")
 

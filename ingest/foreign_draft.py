@@ -52,7 +52,10 @@ def describe_foreign(path: Path) -> ForeignReport:
         arrays = file.arrays()
         notes: list[str] = []
         draft = _draft(file, arrays, notes)
-        if file.kind == "hspy" and len(names := {p.split("/")[2] for p in file.groups() if p.count("/") > 1}) == 1:
+        if (
+            "/Experiments" in file.groups()
+            and len(names := {p.split("/")[2] for p in file.groups() if p.count("/") > 1}) == 1
+        ):
             draft = _everywhere(draft, f"/Experiments/{names.pop()}/", "/Experiments/*/")  # titles differ between files
         return ForeignReport(path=str(path), kind=file.kind, arrays=tuple(arrays), draft=draft, notes=tuple(notes))
 

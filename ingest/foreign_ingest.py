@@ -113,7 +113,7 @@ def ingest_files(
     fields = _fields(seen, spec)
     plans = _lay_out(seen, spec, fields)
     key = {"ingest": spec.model_dump(mode="json"), "files": [_identity(path) for path in files]}
-    total = sum(len(plan.pieces) for plan in plans)
+    total, size = sum(len(plan.pieces) for plan in plans), sum(field.nbytes for field in fields)
     with build_beside(out, key) as folder:
         _open_dataset(folder, spec, fields, files)
         done = 0
@@ -122,11 +122,11 @@ def ingest_files(
             for plan in plans:
                 if plan.shard_id not in committed:
                     published = find_published(folder, plan.shard_id) or _write(
-                        folder, plan, seen, spec, fields, _told(emit, done, total, stopped)
+                        folder, plan, seen, spec, fields, _told(emit, done, total, size, stopped)
                     )
                     writer.commit(published, split=plan.split, producer={"verb": "ingest"})
                 done += len(plan.pieces)
-                _told(emit, done, total, stopped)(0)
+                _told(emit, done, total, size, stopped)(0)
     manifest = load_manifest(out)
     counts: dict[str, int] = {}
     for shard in manifest.shards:
@@ -144,11 +144,11 @@ def ingest_files(
 
 
 def _told(
-    emit: Callable[..., Any] | None, before: int, total: int, stopped: Callable[[], bool]
+    emit: Callable[..., Any] | None, before: int, total: int, size: int, stopped: Callable[[], bool]
 ) -> Callable[[int], None]:
     def told(done: int) -> None:
         if emit is not None:
-            emit("work_progress", label="ingest", unit="samples", done=before + done, total=total)
+            emit("work_progress", label="ingest", unit="samples", done=before + done, total=total, bytes_a_unit=size)
         if before + done < total and stopped():
             raise InterruptedRunError(f"Interrupted after {before + done} of {total} samples.")
 
@@ -215,7 +215,7 @@ def _fields(seen: Sequence[_Seen], spec: MapSpec) -> tuple[FieldSpec, ...]:
 
 
 def _lay_out(seen: Sequence[_Seen], spec: MapSpec, fields: Sequence[FieldSpec]) -> list[_ShardPlan]:
-    size = sum(int(np.prod(f.shape, dtype=np.int64)) * f.stored_dtype.itemsize for f in fields)
+    size = sum(field.nbytes for field in fields)
     per_shard = max(1, spec.shard_bytes // max(size, 1))
     waiting: dict[str, list[Piece]] = {}
     plans: list[_ShardPlan] = []

@@ -34,6 +34,11 @@ class ZarrFile(ForeignFile):
         name = path.strip("/")
         return self._root[name] if name else self._root
 
+    def groups(self) -> list[str]:
+        if hasattr(self._root, "shape"):
+            return ["/"]
+        return ["/", *sorted(f"/{name}" for name, _ in self._root.members(max_depth=None))]
+
     def _paths(self) -> Iterator[str]:
         if hasattr(self._root, "shape"):
             return iter(("/",))

@@ -63,7 +63,11 @@ def rows_id(shard_id: str, rows: Sequence[int]) -> str:
 
 
 def new_header(sources: Sequence[Header], step: Mapping[str, Any], *, keep_id: bool = False) -> Header:
-    """The header of a data set made from others: fields of the first, one more step of provenance."""
+    """The header of a data set made from others: fields of the first, one more step of provenance.
+
+    It belongs to no campaign, lest one be resumed into it and bring back what was left out; `keep_id`: it is the same
+    data set in another form, and its campaign may go on.
+    """
     first = sources[0]
     text = repr([source.dataset_id for source in sources]) + repr(sorted(step.items()))
     before = tuple(s for source in sources for s in source.provenance)
@@ -71,9 +75,10 @@ def new_header(sources: Sequence[Header], step: Mapping[str, Any], *, keep_id: b
         **step,
         "sources": [{"id": s.dataset_id, "name": s.name, "campaign_hash": s.campaign_hash} for s in sources],
     }
+    made = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     return Header(
-        dataset_id=first.dataset_id if keep_id else hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
-        campaign_hash=first.campaign_hash,
+        dataset_id=first.dataset_id if keep_id else made,
+        campaign_hash=first.campaign_hash if keep_id else made,
         fields=first.fields,
         name=first.name,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -98,12 +103,13 @@ def build_dataset(
     if not (folder / MANIFEST_NAME).exists():
         create_dataset(folder, header)
     total, done = sum(job.n for job in jobs), 0
+    size = sum(field.nbytes for field in header.fields)
     readers: dict[Path, ShardFiles] = {}
     with ManifestWriter(folder, epoch=1) as writer, contextlib.ExitStack() as stack:
         committed = {shard.shard_id for shard in writer.manifest.shards}
         for job in jobs:
             if emit is not None:
-                emit("work_progress", label=label, unit="samples", done=done, total=total)
+                emit("work_progress", label=label, unit="samples", done=done, total=total, bytes_a_unit=size)
             if stopped():
                 raise InterruptedRunError(f"Interrupted after {done} of {total} samples.")
             if job.shard_id not in committed:
@@ -117,7 +123,7 @@ def build_dataset(
                 writer.commit(published, split=job.record.split, producer=producer, generation=job.record.generation)
             done += job.n
     if emit is not None:
-        emit("work_progress", label=label, unit="samples", done=total, total=total)
+        emit("work_progress", label=label, unit="samples", done=total, total=total, bytes_a_unit=size)
 
 
 def _take_whole(job: ShardJob, folder: Path) -> PublishedShard:

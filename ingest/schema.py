@@ -63,6 +63,11 @@ class FieldSpec:
         return np.dtype(ENCODINGS[self.encoding].value_dtype if self.encoding else self.dtype).newbyteorder("<")
 
     @property
+    def nbytes(self) -> int:
+        """Stored bytes of one sample, uncompressed."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.stored_dtype.itemsize
+
+    @property
     def stored_dtype(self) -> np.dtype[Any]:
         """What the shard holds."""
         return np.dtype(self.dtype).newbyteorder("<")

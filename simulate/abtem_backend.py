@@ -313,6 +313,20 @@ class AbtemSimulator:
         spectra = plane_wave(list(transmissions), slices.order, optics.propagator, exit_planes)
         return np.swapaxes(spectra, -1, -2)
 
+    def smatrix_patterns(self, members: Sequence[SampleSpec], slices: Slices) -> list[NDArray[np.floating]]:
+        """Patterns of a pass by abTEM's own scattering matrix, eager, on its own detector: for benchmarks only."""
+        spec = members[0]
+        potential = self._potential_array(spec.structure, slices.up_to(spec.exit_plane).stacked())
+        angle, energy = spec.values["semiangle_mrad"], spec.values["energy_keV"] * 1e3
+        matrix = self._abtem.SMatrix(semiangle_cutoff=angle, energy=energy, potential=potential).build(lazy=False)
+        reach = 1e3 * spec.recipe.detector.max_q(spec.wavelength_A) * spec.wavelength_A
+        found = []
+        for member in members:
+            lens = self._abtem.CTF(energy=energy, semiangle_cutoff=angle, defocus=member.values["defocus_A"], soft=True)
+            detector = self._abtem.PixelatedDetector(max_angle=reach)
+            found.append(matrix.reduce(self._scan(self.positions(member)), ctf=lens, detectors=detector).array)
+        return found
+
     def _potential_array(self, structure: StructureSpec, slices: NDArray[np.floating]) -> Any:
         y, x = structure.extent_yx_A
         return self._abtem.PotentialArray(

@@ -59,8 +59,7 @@ def window_points(spec: SampleSpec) -> tuple[float, float]:
 
 def settings_per_pass(spec: SampleSpec) -> tuple[int, int]:
     """(exit planes, other settings) that one pass serves by the recipe's `fan_out`."""
-    asked = getattr(spec.recipe, "fan_out", None)
-    fan_out: dict[str, int] = dict(asked.counts()) if asked is not None else {}
+    fan_out = dict(spec.recipe.fan_out.counts())
     planes = fan_out.pop("thickness_A", 1)
     return planes, math.prod(fan_out.values())
 

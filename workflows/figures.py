@@ -55,7 +55,7 @@ def nice_length(extent: float) -> float:
 
 def shared_limits(images: Sequence[Array], percentile: float = 0.5) -> tuple[float, float]:
     """One colour range for several images, a few outliers left out."""
-    values = np.concatenate([np.asarray(i, dtype=float)[np.isfinite(i)].ravel() for i in images])
+    values = np.concatenate([np.empty(0), *(np.asarray(i, dtype=float)[np.isfinite(i)].ravel() for i in images)])
     if values.size == 0:
         return 0.0, 1.0
     low, high = np.percentile(values, [percentile, 100 - percentile])
@@ -105,6 +105,8 @@ def _number(value: float) -> str:
 
 def _scale_bar(axes: Any, shape: tuple[int, ...], pixel: float, unit: str) -> None:
     rows, columns = shape
+    if not pixel > 0:  # nobody told: ingested data without a calibration
+        pixel, unit = 1.0, "pixels"
     length = nice_length(columns * pixel)
     width, thick = length / pixel, 0.025 * rows
     x, y = 0.06 * columns - 0.5, 0.92 * rows - 0.5

@@ -164,6 +164,8 @@ class ProgressState:
         bar.total = float(event.get("total") or 0) or bar.total
         bar.advance_to(float(event.get("done") or 0), now)
         bar.finished = bar.total is not None and bar.done >= bar.total
+        if event.get("bytes_a_unit") and bar.rate is not None:
+            bar.detail = f"{human_bytes(bar.rate * float(event['bytes_a_unit']))}/s"
         return bar
 
 

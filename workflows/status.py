@@ -9,7 +9,7 @@ from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
-from exitwave.ingest.manifest import MANIFEST_NAME
+from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.session import Session
 from exitwave.workflows.tables import status_table
@@ -39,7 +39,10 @@ def failures_of(folder: Path) -> list[dict[str, Any]]:
     """The contract's `failures`."""
     from exitwave.simulate.state import campaign_failures
 
-    return campaign_failures(dataset_of(folder)[0])
+    dataset, run = dataset_of(folder)
+    if run is None and not (dataset / "plan.json").exists():
+        return []  # made of other data sets or files: no task that could have failed
+    return campaign_failures(dataset)
 
 
 def status_document(folder: Path) -> dict[str, Any]:
@@ -60,11 +63,30 @@ def status_document(folder: Path) -> dict[str, Any]:
             "state": "nothing is committed yet",
             "stages": _stages(run, whole=False),
         }
+    if not (dataset / "plan.json").exists():
+        return _made_of_others(dataset)
     document: dict[str, Any] = campaign_status(dataset)
     document["state"] = _state(document)
     if run is not None:
         document["stages"] = _stages(run, whole=document["samples"]["committed"] == document["samples"]["planned"])
     return document
+
+
+def _made_of_others(dataset: Path) -> dict[str, Any]:
+    """A data set without a plan, as ingest, subset and merge make it: what is committed is all there is."""
+    manifest = load_manifest(dataset)
+    steps = manifest.header.provenance
+    return {
+        "samples": {"planned": manifest.n_samples, "committed": manifest.n_samples, "failed": 0, "rejected": 0},
+        "shards": {"pending": 0, "running": 0, "committed": len(manifest.shards), "failed": 0},
+        "rate_samples_per_s": None,
+        "eta_s": 0.0,
+        "attempts": 0,
+        "cluster": None,
+        "dashboard": None,
+        "running": False,
+        "state": f"complete; made by `exitwave {steps[-1]['verb']}`" if steps else "complete, as far as anyone knows",
+    }
 
 
 def _state(document: dict[str, Any]) -> str:

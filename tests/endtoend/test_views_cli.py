@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from views_data import arrays_of, make_views_dataset
 
-from exitwave.ingest import open_dataset
+from exitwave.ingest import load_manifest, open_dataset
 from exitwave.workflows.cli import run
 
 
@@ -82,3 +82,24 @@ def test_subset_merge_and_migrate(dataset: Path, tmp_path: Path, capfd: pytest.C
     assert document(capfd, "migrate", tmp_path / "both")["kept"] == ""
     message = refused(capfd, 2, "subset", dataset, "--where", "energy>=200", "--out", tmp_path / "z")
     assert "did you mean energy_keV" in message and "\n  energy>=200\n  ^" in message
+
+
+def test_a_data_set_made_of_others_answers_every_verb(
+    dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has no plan and no campaign; nothing may call it broken, and no campaign may be resumed into it."""
+    document(capfd, "subset", dataset, "--split", "train", "--out", tmp_path / "s")
+    status = document(capfd, "status", tmp_path / "s")
+    assert status["samples"]["committed"] == status["samples"]["planned"] == 6
+    assert status["state"] == "complete; made by `exitwave subset`"
+    assert document(capfd, "failures", tmp_path / "s") == []
+    manifests = [load_manifest(folder).header for folder in (dataset, tmp_path / "s")]
+    assert manifests[0].campaign_hash != manifests[1].campaign_hash
+    assert manifests[1].provenance[-1]["sources"][0]["campaign_hash"] == manifests[0].campaign_hash
+    document(capfd, "export", dataset, "--format", "emd", "--uid", "#0", "--out", tmp_path / "x.h5")
+    (tmp_path / "map.yaml").write_text("fields: {cbed: {array: /exitwave/datacube/data, axes: [Ry, Rx, Qy, Qx]}}\n")
+    made = document(capfd, "ingest", tmp_path / "x.h5", "--map", tmp_path / "map.yaml", "--out", tmp_path / "i")
+    assert made["unmapped"][0] == "energy_keV"
+    assert run(["report", str(tmp_path / "i"), "--quiet"]) == 0  # no label, no structure, no parameters
+    assert (tmp_path / "i" / "report.html").exists()
+    assert document(capfd, "show", tmp_path / "i", "#0", "--out", tmp_path / "p.png")["formula"] == "?"

@@ -99,7 +99,7 @@ def test_one_rank_needs_no_process_group_and_changes_nothing():
         ({"grouping": "best"}, "choose optimal, bytes"),
         ({"overlap": "forward"}, "choose backward, step"),
         ({"overlap": "step", "protocol": "bitvector"}, "the plan's order"),
-        ({"compression": "fp16"}, "leave it out"),
+        ({"compression": "int8"}, "choose fp16, bf16"),
         ({"timeout_s": 0}, "positive"),
         ({"average_over": 2}, "world size 1"),
     ],

@@ -32,6 +32,17 @@ def test_a_training_that_resumes_starts_at_its_step() -> None:
     assert bar.line() == "train: 60 of 100 steps (60 %), 1 steps/s, 40 s left, loss 0.5"
 
 
+def test_work_on_samples_tells_bytes_and_time_left() -> None:
+    state = ProgressState()
+    for second in range(4):
+        event = {"kind": "work_progress", "label": "export", "unit": "samples", "done": 10 * second, "total": 100}
+        bar = state.feed({**event, "t": second, "bytes_a_unit": 500_000})
+    assert bar is not None and bar.eta_s == pytest.approx(7)
+    assert bar.line() == "export: 30 of 100 samples (30 %), 10 samples/s, 7 s left, 5 MB/s"
+    bar = state.feed({"kind": "work_progress", "label": "export", "unit": "samples", "done": 100, "total": 100, "t": 4})
+    assert bar is not None and bar.finished
+
+
 def test_unknown_events_change_nothing() -> None:
     state = ProgressState()
     assert state.feed({"kind": "something_new", "t": 1}) is None

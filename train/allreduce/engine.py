@@ -20,10 +20,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,19 @@ from exitwave.train.allreduce.coordinator import CoordinatorSchedule
 from exitwave.train.allreduce.cost import LinkCost
 from exitwave.train.allreduce.fusion import FusionBuffers
 from exitwave.train.allreduce.groups import GroupPlan
+from exitwave.train.allreduce.join import join, refuse_while_joining
 from exitwave.train.allreduce.module_plan import plan_module, tensor_infos
 from exitwave.train.allreduce.options import check_options, divisor_of, group_size, refuse_ranks_that_never_met
 from exitwave.train.allreduce.reducer import Counters, Reducer
 from exitwave.train.allreduce.ring import Ring
 from exitwave.train.allreduce.schedules import BitvectorSchedule, Schedule, StaticSchedule, plan_requests
 from exitwave.train.allreduce.sharded_optimizer import check_optimizer, describe_optimizer, mark_unscaled
+from exitwave.train.allreduce.sparse import reduce_sparse, sparse_parameters
 from exitwave.train.allreduce.stall import Progress, Watch
 from exitwave.train.allreduce.step_mode import StepMode, open_step_ring, plan_for_steps
 from exitwave.train.allreduce.timeline import Timeline, to_chrome
 from exitwave.train.allreduce.tuning import RECHECK_BYTES, Planning, Tuner, agree_on_link, measure_link
+from exitwave.train.allreduce.wire import CompressedWire, HierarchicalWire, Nodes, PlainWire, Wire
 from exitwave.train.transport import Handle, TorchTransport, Transport
 
 __all__ = ["Counters", "GroupedAllreduce"]
@@ -72,12 +75,14 @@ class GroupedAllreduce(nn.Module):
             "layer-blocks", "count:N", an object of `groups`, or a saved `GroupPlan`.
         overlap: "backward" (as DDP: communication hides behind backward) or "step" (it spans the whole step; needs
             `wrap(optimizer)`, leaves `.grad` undefined after backward: see `step_mode`).
-        compression: None.
+        compression: "fp16" or "bf16": gradients travel in 16 bits, everything else stays as it is (`wire` has the bound
+            on the error); None.
         process_group: the ranks to reduce over; None means all. Without torch.distributed, a world of one rank.
         average_over: how many of the ranks hold different samples (a number or a process group); None means all. When
             several ranks share a sample, their gradients are summed. Clear gradients between reductions then.
         timeout_s: a reduction that takes longer raises `StallError` on every rank, naming ranks and tensors.
         timeline: record what happens when, for `write_timeline`.
+        node_size: reduce in two levels, ranks 0..node_size-1 being one node, the next as many another, … (see `wire`).
         transports: (data, control) to use instead of torch.distributed; two, since their orders are independent.
 
     Raises:
@@ -97,19 +102,26 @@ class GroupedAllreduce(nn.Module):
         average_over: Any = None,
         timeout_s: float = 120.0,
         timeline: bool = False,
+        node_size: int | None = None,
         transports: tuple[Transport, Transport] | None = None,
     ) -> None:
         super().__init__()
-        check_options(protocol, overlap, compression, timeout_s)
+        check_options(protocol, overlap, compression, timeout_s, node_size)
         self.module = module
         named = list(module.named_parameters())  # a shared parameter appears once, under its first name
-        self._parameters_by_name = {n: p for n, p in reversed(named) if p.requires_grad}  # ≈ ready order
+        self._sparse = sparse_parameters(module)
+        if self._sparse and overlap == "step":
+            raise UsageError(f"overlap='step' does not serve sparse gradients: {', '.join(self._sparse)}")
+        dense = [(n, p) for n, p in reversed(named) if p.requires_grad and n not in self._sparse]  # ≈ ready order
+        self._parameters_by_name = dict(dense)
         self.plan = plan_module(module, self._parameters_by_name, grouping)
         self.planning: Planning | None = None  # how the optimal plan came about, once it has
         self.counters = Counters()
         self._timeline = Timeline() if timeline else None
         self._tuner: Tuner | None = None
-        self._overlap = overlap
+        self._compression = compression
+        self._nodes: Nodes | None = None
+        self.announce: Callable[[], float] | None = None  # within `join`: tells of a reduction, gives a weight's factor
         self._reducer: Reducer | StepMode | None = None
         self._ring: Ring | None = None  # of overlap "step"
         self._sync = True
@@ -135,6 +147,8 @@ class GroupedAllreduce(nn.Module):
             return  # one rank: gradients are what they should be
         self._data, self._control = transports
         self._protocol = protocol
+        if node_size is not None:
+            self._nodes = Nodes(process_group, node_size, timeout_s)
         if overlap == "step":
             self._ring = open_step_ring(process_group, self._data, timeout_s)
         else:
@@ -150,6 +164,8 @@ class GroupedAllreduce(nn.Module):
             raise
         for i, parameter in enumerate(self._parameters_by_name.values()):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, i)))
+        for parameter in self._sparse.values():
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, None)))
 
     # ------------------------------------------------------------------------------------------ what users call
 
@@ -182,6 +198,30 @@ class GroupedAllreduce(nn.Module):
         finally:
             self._sync = before
 
+    @contextlib.contextmanager
+    def join(self, *, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+        """Within, ranks may have unequal numbers of batches; every rank enters it. See `join`, the module.
+
+        Args:
+            divide_by_initial_world_size: as in DDP: the mean stays one over all ranks; else over those still active.
+        """
+        if self._ring is not None:
+            raise UsageError("join() serves overlap='backward' only")
+        if self._data is None:
+            yield
+            return
+        self._check_open()
+        with join(self, over_all=divide_by_initial_world_size):
+            yield
+
+    def contribute_nothing(self, factor: float) -> None:
+        """For a rank that has joined: zeros, with the weight (x `factor`) that makes the ranks' weights a whole."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._check_open()
+        self._begin(factor)
+        self._finish()
+
     def contribute_zeros(self) -> None:
         """Take part in a reduction without a backward pass: for a rank that has no samples this step."""
         self._check_open()
@@ -194,6 +234,7 @@ class GroupedAllreduce(nn.Module):
 
         The answer is agreed by one control message of 8 bytes, once for each reduction.
         """
+        refuse_while_joining("finite")
         if self._finite is None or self._data is None:
             self._finite = self._all_finite()
         return self._finite
@@ -221,9 +262,9 @@ class GroupedAllreduce(nn.Module):
             raise UsageError("wrap was called before: one engine, one optimizer")
         try:
             param_groups = check_optimizer(optimizer, self._parameters_by_name, elementwise=elementwise)
-            verify_same(self._control, describe_optimizer(optimizer, param_groups), self._wait)
+            verify_same(self._control, describe_optimizer(optimizer, param_groups), self.wait)
         except UsageError as error:
-            self._fail(error)
+            self.fail(error)
         self._reducer = StepMode(
             self.plan,
             self.module,
@@ -279,18 +320,20 @@ class GroupedAllreduce(nn.Module):
 
     def broadcast_buffers(self) -> None:
         """Make the module's buffers (running statistics) equal to rank 0's; every rank calls it."""
+        refuse_while_joining("broadcast_buffers")
         if self._data is not None:
             self._check_open()
-            broadcast_tensors(self._data, list(self.module.buffers()), 0, self._wait)
+            broadcast_tensors(self._data, list(self.module.buffers()), 0, self.wait)
 
     def write_timeline(self, path: Path) -> None:
         """Rank 0 writes what all ranks did so far in Chrome's trace format; every rank calls it."""
+        refuse_while_joining("write_timeline")
         if self._timeline is None:
             raise UsageError("there is no timeline to write: construct the engine with timeline=True")
         rows = [self._timeline.to_json()]
         if self._control is not None:
             self._check_open()
-            rows = self._wait(self._control.gather(rows[0]), "the timelines of all ranks")
+            rows = self.wait(self._control.gather(rows[0]), "the timelines of all ranks")
         if self._control is None or self._control.rank == 0:
             path.write_text(json.dumps(to_chrome([Timeline.from_json(row) for row in rows])), encoding="utf-8")
 
@@ -302,6 +345,8 @@ class GroupedAllreduce(nn.Module):
         self._hooks.clear()
         if isinstance(self._reducer, StepMode):
             self._reducer.close()
+        if self._nodes is not None:
+            self._nodes.pump.close()
         if self._data is not None:
             self._watch.close()
 
@@ -332,6 +377,9 @@ class GroupedAllreduce(nn.Module):
             "option protocol": self._protocol,
             "option grouping": self.plan.grouping,
             "option average_over": str(self._divisor),
+            "option overlap": "backward" if self._ring is None else "step",
+            "option compression": str(self._compression),
+            "option node_size": str(self._nodes.node_size if self._nodes is not None else None),
             "option tensor groups": " | ".join(",".join(group.names) for group in self.plan.groups),
         }
         tensors = {
@@ -339,9 +387,9 @@ class GroupedAllreduce(nn.Module):
         }
         held = {f"buffer {name}": describe(b) for name, b in self.module.named_buffers()}
         # Tensors first: they explain a difference better than the plan that follows from them.
-        verify_same(self._control, {**tensors, **held, **options}, self._wait)
+        verify_same(self._control, {**tensors, **held, **options}, self.wait)
         everything = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_tensors(self._data, everything, 0, self._wait)
+        broadcast_tensors(self._data, everything, 0, self.wait)
 
     def _use(self, plan: GroupPlan) -> None:
         """Reduce by `plan` from here on; not within a reduction."""
@@ -350,10 +398,20 @@ class GroupedAllreduce(nn.Module):
         self._reducer = Reducer(
             plan,
             self._parameters_by_name,
-            data=self._data,
+            wire=self._make_wire,
             schedule=self._make_schedule,
             counters=self.counters,
             timeline=self._timeline,
+        )
+
+    def _make_wire(self, buffers: FusionBuffers) -> Wire:
+        assert self._data is not None
+        if self._nodes is not None:
+            return HierarchicalWire(buffers, self._nodes)
+        return (
+            CompressedWire(buffers, self._data, self._compression)
+            if self._compression
+            else PlainWire(buffers, self._data)
         )
 
     def _make_schedule(self, buffers: FusionBuffers) -> Schedule:
@@ -374,44 +432,48 @@ class GroupedAllreduce(nn.Module):
             return
         device = next(iter(self._parameters_by_name.values())).device
         nbytes = sum(group.nbytes for group in self.plan.groups)
-        link = measure_link(self._data, nbytes, device, self._wait)
+        link = measure_link(self._data, nbytes, device, self.wait)
         if self._ring is None:
             self._tuner = Tuner(chosen, tensor_infos(self.module, self._parameters_by_name), link)
         else:
             assert self._control is not None
-            link = agree_on_link(link, self._control, self._wait)
+            link = agree_on_link(link, self._control, self.wait)
             self.plan = plan_module(self.module, self._parameters_by_name, plan_for_steps(chosen, nbytes, link))
 
     def _measure_again(self) -> LinkCost:
         assert self._data is not None
         device = next(iter(self._parameters_by_name.values())).device
         nbytes = sum(group.nbytes for group in self.plan.groups)
-        return measure_link(self._data, nbytes, device, self._wait, most_bytes=RECHECK_BYTES)
+        return measure_link(self._data, nbytes, device, self.wait, most_bytes=RECHECK_BYTES)
 
     # -------------------------------------------------------------------------------------------- a backward pass
 
-    def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:
-        """Step 1 and 2 of the module's prose, for parameter i."""
+    def _on_gradient(self, i: int | None, parameter: torch.Tensor) -> None:
+        """Step 1 and 2 of the module's prose, for parameter i (None: a sparse one, which waits for the end)."""
         if not self._sync:
             return
         if not self._running:
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if i is None:
+            return
         if self._tuner is not None and self._tuner.listens:
             self._tuner.ready(i)
         try:
             assert self._reducer is not None
             self._reducer.ready(i)
         except UsageError as error:
-            self._fail(error)
+            self.fail(error)
 
-    def _begin(self) -> None:
+    def _begin(self, factor: float = 1.0) -> None:
         self._check_open()
+        if self.announce is not None:
+            factor = self.announce()
         if self._reducer is None:
-            self._fail(UsageError("overlap='step': call optimizer = engine.wrap(optimizer) before the first backward"))
+            self.fail(UsageError("overlap='step': call optimizer = engine.wrap(optimizer) before the first backward"))
         if self._tuner is not None and self._tuner.due:
             assert self._control is not None
-            planning = self._tuner.plan(self.plan, self._control, self._wait, self._measure_again)
+            planning = self._tuner.plan(self.plan, self._control, self.wait, self._measure_again)
             if planning is not None:
                 self.planning = planning
                 self.counters.plans += 1
@@ -420,9 +482,9 @@ class GroupedAllreduce(nn.Module):
         self._finite = None
         assert self._reducer is not None
         try:
-            self._reducer.begin(self._weight)
+            self._reducer.begin(self._weight * factor)
         except UsageError as error:
-            self._fail(error)
+            self.fail(error)
         self._backward_begun = time.perf_counter()
         if self._tuner is not None:
             self._tuner.begin()
@@ -434,11 +496,14 @@ class GroupedAllreduce(nn.Module):
         try:
             assert self._reducer is not None
             self._reducer.finish(self._watch.wait)
+            if self._sparse:
+                assert self._data is not None
+                reduce_sparse(self._sparse, self._reducer.weight, self._data, self.wait)
             if time.perf_counter() - self._ended > self._watch.timeout_s / 2:
                 self._watch.check(reread=True)  # away for long: the others may have given this rank up meanwhile
             self._reducer.attach(self.world_size / self._divisor)
         except UsageError as error:
-            self._fail(error)
+            self.fail(error)
         self._running = False
         self.counters.steps += 1
         before, self._ended = self._ended, time.perf_counter()
@@ -463,16 +528,31 @@ class GroupedAllreduce(nn.Module):
         ends = [torch.stack(torch.aminmax(row)) for row in self._reducer.reduced() if row.numel()]
         own = all(bool(torch.isfinite(end).all()) for end in ends)
         flag = torch.tensor([int(own)], dtype=torch.int64)
-        return bool(self._wait(self._control.allreduce(flag, "and"), "the finite flag").item())
+        return bool(self.wait(self._control.allreduce(flag, "and"), "the finite flag").item())
 
     # ---------------------------------------------------------------------------------------------------- failing
 
-    def _wait(self, handle: Handle[Any], what: str) -> Any:
+    @property
+    def control(self) -> Transport:
+        """The transport of small messages."""
+        assert self._control is not None
+        return self._control
+
+    @property
+    def data(self) -> Transport:
+        """The transport of gradients."""
+        assert self._data is not None
+        return self._data
+
+    def wait(self, handle: Handle[Any], what: str) -> Any:
+        """Wait for a collective; warn, then raise `StallError`, when it takes long."""
         return self._watch.wait(handle, lambda: what)
 
-    def _fail(self, error: ExitwaveError) -> None:
+    def fail(self, error: ExitwaveError) -> NoReturn:
+        """Tell all ranks of an error, then raise it; the engine is of no use from here on."""
         self._closed = True
         self._watch.fail(error)
+        raise error
 
     def _check_open(self) -> None:
         if self._data is None:
@@ -481,7 +561,7 @@ class GroupedAllreduce(nn.Module):
         if self._closed:
             raise UsageError("the engine was closed: wrap the module again")
         if self._running and torch._C._current_graph_task_id() == -1:  # -1: not within a backward pass
-            self._fail(UsageError("the previous backward pass did not reach its end: its gradients are half reduced"))
+            self.fail(UsageError("the previous backward pass did not reach its end: its gradients are half reduced"))
 
     def _note(self) -> Progress:
         """For the heartbeat thread: reads only, tolerates any moment."""

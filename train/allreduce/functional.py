@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.allreduce.agreement import broadcast_tensors, describe
+from exitwave.train.allreduce.join import refuse_while_joining
 from exitwave.train.allreduce.negotiation import Request
 from exitwave.train.allreduce.session import Session
 from exitwave.train.transport import ReduceKind, TorchTransport
@@ -113,6 +114,7 @@ def broadcast_parameters(
         raise UsageError(f"broadcast_parameters: root_rank {root_rank} is not in the process set of {size} ranks")
     if size == 1 or not tensors:
         return
+    refuse_while_joining("broadcast_parameters")
     session = _session(process_set, timeout_s)
     signatures = {name: f"broadcast from {root_rank}, {describe(tensor)}" for name, tensor in tensors.items()}
     session.agree(_requests("broadcast", signatures))
@@ -138,6 +140,7 @@ def _reduce(
     how = _How(op=Op(op), prescale=float(prescale), postscale=float(postscale))
     if not tensors:
         return []
+    refuse_while_joining(f"allreduce of {names[0] if names else 'a tensor'}")
     size = _size(process_set)
     session = _session(process_set, timeout_s) if size > 1 else None
     if names is None:
@@ -187,6 +190,9 @@ def _exchange(
         signatures = {name: f"{how}, {describe(t)}" for name, t in zip(names, tensors, strict=True)}
         if len(signatures) != len(names):
             session.fail(UsageError(f"allreduce: a name occurs twice in {', '.join(names)}"))
+        if len({t.device for t in tensors}) > 1:
+            where = ", ".join(f"{name} on {t.device}" for name, t in zip(names, tensors, strict=True))
+            session.fail(UsageError(f"allreduce: the tensors of one group must be on one device, got {where}"))
         session.agree(_requests(names[0], signatures))
     results: list[torch.Tensor | None] = [None] * len(tensors)
     kinds = list(dict.fromkeys((t.dtype, t.device) for t in tensors))
@@ -228,6 +234,8 @@ def _group(process_set: Any) -> Any:
 
 def _size(process_set: Any) -> int:
     if not (dist.is_available() and dist.is_initialized()):
+        if _sessions:
+            raise UsageError("torch.distributed was shut down: the ranks that this call would speak to are gone")
         if process_set is not None:
             raise UsageError("process_set was given, but torch.distributed is not initialised")
         return 1

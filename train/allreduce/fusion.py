@@ -68,10 +68,16 @@ class FusionBuffers:
         place = self._slices[group]
         return self.arenas[place.arena][place.start : place.tail]
 
-    def payload(self, groups: Sequence[int]) -> torch.Tensor:
-        """The contiguous slice that carries `groups`, neighbours as `runs_of` gives them."""
+    def parts_of(self, group: int, arena: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A group's gradients and its control tail, in its own arena or in another one of the same layout."""
+        place = self._slices[group]
+        arena = self.arenas[place.arena] if arena is None else arena
+        return arena[place.start : place.tail], arena[place.tail : place.stop]
+
+    def payload(self, groups: Sequence[int], arena: torch.Tensor | None = None) -> torch.Tensor:
+        """The contiguous slice that carries `groups`, neighbours as `runs_of` gives them; `arena` as in `parts_of`."""
         first, last = self._slices[groups[0]], self._slices[groups[-1]]
-        return self.arenas[first.arena][first.start : last.stop]
+        return (self.arenas[first.arena] if arena is None else arena)[first.start : last.stop]
 
     def write_tail(self, group: int, weight: float, used: Sequence[bool] | None = None) -> None:
         """Fill a group's control tail before it travels; `used` None: every tensor has a gradient."""

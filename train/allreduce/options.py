@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from exitwave.ingest.errors import UsageError
+from exitwave.train.allreduce.wire import COMPRESSIONS
 
 __all__ = ["OVERLAPS", "PROTOCOLS", "check_options", "divisor_of", "group_size", "refuse_ranks_that_never_met"]
 
@@ -23,15 +24,21 @@ def refuse_ranks_that_never_met() -> None:
         )
 
 
-def check_options(protocol: str, overlap: str, compression: str | None, timeout_s: float) -> None:
+def check_options(
+    protocol: str, overlap: str, compression: str | None, timeout_s: float, node_size: int | None
+) -> None:
     if protocol not in PROTOCOLS:
         raise UsageError(f"protocol {protocol!r} does not exist: choose {', '.join(PROTOCOLS)}")
     if overlap not in OVERLAPS:
         raise UsageError(f"overlap {overlap!r} does not exist: choose {', '.join(OVERLAPS)}")
     if overlap == "step" and protocol != "static":
         raise UsageError(f"overlap='step' follows the plan's order (protocol='static'), not protocol={protocol!r}")
-    if compression is not None:
-        raise UsageError(f"compression {compression!r} does not exist (yet): leave it out")
+    if compression is not None and compression not in COMPRESSIONS:
+        raise UsageError(f"compression {compression!r} does not exist: choose {', '.join(COMPRESSIONS)}, or None")
+    if compression is not None and (overlap == "step" or node_size is not None):
+        raise UsageError("compression serves overlap='backward' in one level (without node_size)")
+    if node_size is not None and overlap == "step":
+        raise UsageError("node_size serves overlap='backward'")
     if not timeout_s > 0:
         raise UsageError(f"timeout_s must be positive, got {timeout_s}")
 

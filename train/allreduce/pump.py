@@ -69,9 +69,10 @@ class Job:
 class Pump:
     """The thread and its queue."""
 
-    def __init__(self, name: str, *, note: Callable[[Job], None] | None = None) -> None:
+    def __init__(self, name: str, *, note: Callable[[Job], None] | None = None, under_way: int = _UNDER_WAY) -> None:
         """`note` is called in the thread with each job whose transfer has ended well."""
         self.note = note
+        self.under_way = under_way
         self._queue: deque[Job] = deque()
         self._news = threading.Condition()
         self._closed = False
@@ -115,7 +116,7 @@ def _run(pump: Pump) -> None:
     broken: BaseException | None = None
     with torch.no_grad():
         while True:
-            job = pump.take(wait=not flying) if len(flying) < _UNDER_WAY else None
+            job = pump.take(wait=not flying) if len(flying) < pump.under_way else None
             if job is None and not flying:
                 return
             try:

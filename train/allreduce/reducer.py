@@ -26,7 +26,8 @@ from exitwave.train.allreduce.fusion import FusionBuffers
 from exitwave.train.allreduce.groups import GroupPlan
 from exitwave.train.allreduce.schedules import Schedule, Wait
 from exitwave.train.allreduce.timeline import Timeline
-from exitwave.train.transport import Handle, Transport
+from exitwave.train.allreduce.wire import Wire
+from exitwave.train.transport import Handle
 
 __all__ = ["Counters", "Reducer"]
 
@@ -74,14 +75,14 @@ class Reducer:
         plan: GroupPlan,
         parameters: Mapping[str, torch.Tensor],
         *,
-        data: Transport,
+        wire: Callable[[FusionBuffers], Wire],
         schedule: Callable[[FusionBuffers], Schedule],
         counters: Counters,
         timeline: Timeline | None,
     ) -> None:
         self.plan = plan
         self.buffers = FusionBuffers(plan, parameters)
-        self._data = data
+        self._wire = wire(self.buffers)
         self._schedule = schedule(self.buffers)
         self._counters = counters
         self._timeline = timeline
@@ -103,7 +104,7 @@ class Reducer:
         self._flights: list[_Flight] = []
         self._noticed = 0  # of them, by the timeline
         self._cycles = 0  # of the schedule, as far as they are counted
-        self._weight = 1.0
+        self.weight = 1.0
 
     def _cut_batches(self, group: int) -> list[_Batch]:
         """Runs of small neighbours within a group."""
@@ -126,7 +127,7 @@ class Reducer:
 
     def begin(self, weight: float) -> None:
         """A reduction starts; this rank's gradients count `weight`."""
-        self._weight = weight
+        self.weight = weight
 
     def ready(self, i: int) -> None:
         """Tensor i has its gradient."""
@@ -203,7 +204,7 @@ class Reducer:
 
     def _place_together(self, batch: _Batch) -> bool:
         """Bring gradients that are as they should be to their places; False, nothing done, if one is not."""
-        if self._weight == 0.0:
+        if self.weight == 0.0:
             return False
         parameters, views = self._parameters, self._views
         gradients: list[torch.Tensor] = []
@@ -215,12 +216,12 @@ class Reducer:
             in_place += gradient is views[i]
             gradients.append(gradient)
         if in_place == len(gradients):  # cleared with set_to_none=False, or accumulated
-            batch.flat.mul_(self._weight)
+            batch.flat.mul_(self.weight)
             return True
         flat = _flatten_dense_tensors(gradients).detach()
         if flat.dtype != batch.flat.dtype or flat.shape != batch.flat.shape:
             return False
-        torch.mul(flat, self._weight, out=batch.flat)
+        torch.mul(flat, self.weight, out=batch.flat)
         for i in batch.members:
             parameters[i].grad = views[i]
         return True
@@ -233,15 +234,15 @@ class Reducer:
             self._lacking[self._group_of[i]].append(i)
             view.zero_()
             return
-        if self._weight == 0.0:
+        if self.weight == 0.0:
             view.zero_()  # not 0·x: a rank without samples may hold NaN
         elif gradient is view or gradient.data_ptr() == view.data_ptr():
-            view.mul_(self._weight)
+            view.mul_(self.weight)
         else:
             if gradient.is_sparse or gradient.dtype != view.dtype or gradient.shape != view.shape:
                 kind = "sparse" if gradient.is_sparse else describe(gradient)
                 raise UsageError(f"the gradient of {self._names[i]} is {kind}, expected dense {describe(view)}")
-            torch.mul(gradient.detach(), self._weight, out=view)
+            torch.mul(gradient.detach(), self.weight, out=view)
         parameter.grad = view
 
     def _start(self, runs: Sequence[tuple[int, ...]]) -> None:
@@ -250,15 +251,12 @@ class Reducer:
             for group in run:
                 lacking = frozenset(self._lacking[group])
                 used = [i not in lacking for i in self._members[group]] if lacking else None
-                self.buffers.write_tail(group, self._weight, used)
-            payload = self.buffers.payload(run)
-            nbytes = payload.numel() * payload.element_size()
+                self.buffers.write_tail(group, self.weight, used)
+            begun = time.perf_counter()
+            handle, nbytes = self._wire.start(run)
             self._counters.collectives += 1
             self._counters.bytes += nbytes
-            begun = time.perf_counter()
-            self._flights.append(
-                _Flight(run=run, handle=self._data.allreduce(payload, "sum"), begun=begun, nbytes=nbytes)
-            )
+            self._flights.append(_Flight(run=run, handle=handle, begun=begun, nbytes=nbytes))
 
     def _notice(self) -> None:
         """For the timeline: collectives that have ended meanwhile."""

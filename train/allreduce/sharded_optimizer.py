@@ -248,11 +248,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._plain = plain
         self._begin_step, self._discard, self._collect, self._deal_out = step, discard, collect, deal_out
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update this rank's shares and gather the parameters, behind what follows. Returns at once."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update this rank's shares and gather the parameters, behind what follows. Returns at once.
+
+        A `closure` (forward and backward) is called once, first, as element-wise optimizers do.
+        """
+        loss = None
         if closure is not None:
-            raise UsageError("overlap='step' cannot evaluate a closure: backward and step are one sequence")
+            with torch.enable_grad():
+                loss = closure()
         self._begin_step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients; a reduction that no `step` followed is dropped."""

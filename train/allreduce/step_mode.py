@@ -117,7 +117,7 @@ class StepMode:
             plain, step=self._step, discard=self._discard, collect=self._collect, deal_out=self._deal_out
         )
         self._pump = Pump("exitwave-step", note=self._note if timeline is not None else None)
-        self._weight = self._whole = 1.0
+        self.weight = self._whole = 1.0
         self._scale: float | None = None  # gradients are multiplied by it before the update
         self._ready = bytearray(len(listed))
         self._left = [len(members) for members in self._members]
@@ -141,7 +141,7 @@ class StepMode:
             )
         self._unwaited = frozenset(self._gathering)
         self.wait_for_gathers()
-        self._weight = weight
+        self.weight = weight
 
     def ready(self, i: int) -> None:
         """Parameter i has its gradient."""
@@ -154,7 +154,7 @@ class StepMode:
                 "attribute of its module in each forward pass"
             )
         self._ready[i] = 1
-        if member in self.shards[group].single and not self.shards[group].place(member, self._weight):
+        if member in self.shards[group].single and not self.shards[group].place(member, self.weight):
             self._lacking[group].add(member)
         self._left[group] -= 1
         if not self._left[group]:
@@ -166,7 +166,7 @@ class StepMode:
             if left:
                 for member, i in enumerate(self._members[group]):
                     alone = not self._ready[i] and member in self.shards[group].single
-                    if alone and not self.shards[group].place(member, self._weight):
+                    if alone and not self.shards[group].place(member, self.weight):
                         self._lacking[group].add(member)
                 self._left[group] = 0
         self._start_complete()
@@ -190,10 +190,10 @@ class StepMode:
             shards = self.shards[group]
             lacking = self._lacking[group]
             for batch, (members, _) in enumerate(shards.batches):
-                if not shards.place_batch(batch, self._weight):
-                    lacking.update(member for member in members if not shards.place(member, self._weight))
+                if not shards.place_batch(batch, self.weight):
+                    lacking.update(member for member in members if not shards.place(member, self.weight))
             used = [member not in lacking for member in range(len(shards.members))] if lacking else None
-            shards.write_tails(self._weight, used)
+            shards.write_tails(self.weight, used)
             lacking.clear()
             job = Job(
                 partial(self._ring.reduce_scatter, shards.gradients),

@@ -68,6 +68,7 @@ def the_weights_are_those_of_ddp(rank: int, size: int) -> None:
 CHECKS = [the_weights_are_those_of_ddp]
 
 
+@pytest.mark.long
 def test_two_ranks(tmp_path):
     results = rank_checks.launch(__file__, 2, tmp_path)
     for check in CHECKS:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from exitwave.ingest.order import permute
+from exitwave.ingest.windows import SampleOrder
 
 __all__ = ["AccessOrder"]
 
@@ -25,7 +25,8 @@ class AccessOrder:
     """The order of samples of a run, as `GlobalSampler` gives it, by shard.
 
     `ids` (S,) and `starts` (S + 1,): shard s holds the samples starts[s]..starts[s + 1] - 1. `ranks`: the ranks
-    [first, last) of `world_size` that read on this node. `samples_per_epoch`: what an epoch commits.
+    [first, last) of `world_size` that read on this node. `samples_per_epoch`: what an epoch commits. `order`: the
+    sampler's own; by default one without a window.
     """
 
     ids: Sequence[str]
@@ -38,6 +39,7 @@ class AccessOrder:
     generation: int = 0
     ranks: tuple[int, int] = (0, 1)
     world_size: int = 1
+    order: SampleOrder | None = None
 
     @classmethod
     def of(cls, data: Any, sampler: Any, *, ranks: tuple[int, int] | None = None) -> AccessOrder:
@@ -54,7 +56,14 @@ class AccessOrder:
             generation=sampler.generation,
             ranks=ranks or (0, sampler.world_size),
             world_size=sampler.world_size,
+            order=sampler.order,
         )
+
+    @property
+    def _order(self) -> SampleOrder:
+        if self.order is not None:
+            return self.order
+        return SampleOrder(self.n_samples, seed=self.seed, generation=self.generation)
 
     def samples(self, epoch: int, start: int) -> Iterator[Array]:
         """The sample numbers that this node reads in an epoch, from position `start` on, in pieces (k,)."""
@@ -67,7 +76,7 @@ class AccessOrder:
             mine = (offset >= first * size // self.world_size) & (offset < last * size // self.world_size)
             at = at[mine]
             if self.shuffle:
-                at = permute(at, self.n_samples, seed=self.seed, epoch=epoch, generation=self.generation)
+                at = self._order.at(at, epoch)
             yield at
 
     def accesses(self, epoch: int, start: int = 0) -> Iterator[str]:

@@ -89,7 +89,24 @@ STANDARD_FIELDS: dict[str, tuple[tuple[str, ...], str, str]] = {
         ("H", "W"),
         "V Å",
         "projected potential from the entrance surface to the exit plane, blurred to label_blur_A; pixel [i, j] at "
-        "scan_origin + R(scan_rotation)·(i, j)·potential_sampling",
+        "scan_origin + R(scan_rotation - crystal_rotation)·(i, j)·potential_sampling",
+    ),
+    "images": (
+        ("F", "H", "W"),
+        "fraction of the incident beam",
+        "through-focal series of the exit wave of a plane wave, noise-free; pixel [f, i, j] at focus_A[f] and "
+        "scan_origin + R(scan_rotation - crystal_rotation)·(i, j)·images_sampling",
+    ),
+    "focus_A": (
+        ("F",),
+        "Å",
+        "focus of each image, positive: the image shows a plane that far upstream of the exit surface (underfocus)",
+    ),
+    "volume": (
+        ("Z", "H", "W"),
+        "V Å",
+        "potential in slabs of volume_slab_A from the entrance surface to the exit plane, blurred across the beam; the "
+        "slabs add up to the projected potential, pixels as there",
     ),
 }
 

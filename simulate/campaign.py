@@ -34,6 +34,8 @@ from exitwave.simulate.lease import Lease
 from exitwave.simulate.plan import Plan
 from exitwave.simulate.state import PLAN_NAME
 from exitwave.simulate.tasks import TaskSpec, fields_of
+from exitwave.simulate.wisdom import FOLDER as WISDOM_FOLDER
+from exitwave.simulate.wisdom import make_wisdom
 from exitwave.simulate.worker import run_task
 
 __all__ = ["CampaignResult", "disk_shortage", "run_campaign"]
@@ -114,7 +116,7 @@ def _make_folder(dataset: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"{dataset}: there is a file in the way; a folder for the data set expected") from None
     if not (dataset / MANIFEST_NAME).exists():
-        ours = {CAMPAIGN_NAME, EVENTS_NAME, PLAN_NAME, "shards", "lease"}
+        ours = {CAMPAIGN_NAME, EVENTS_NAME, PLAN_NAME, "shards", "lease", WISDOM_FOLDER}
         foreign = sorted(p.name for p in dataset.iterdir() if p.name not in ours and not p.name.startswith("."))
         if foreign:
             raise UsageError(
@@ -242,6 +244,7 @@ class _Run:
         if not self.todo:
             return self._result(began)
         try:
+            make_wisdom(self.plan, self.dataset)
             self.cluster.start(self.plan.simulator)
             self._announce()
             self._loop()

@@ -12,7 +12,9 @@ import numpy as np
 
 from exitwave.ingest.schema import FieldSpec
 from exitwave.simulate.distributions import bounds
+from exitwave.simulate.outputs import fields_of
 from exitwave.simulate.route import pass_cost, route, settings_per_pass
+from exitwave.simulate.scanning import probe_count
 from exitwave.simulate.tasks import SampleSpec
 
 if TYPE_CHECKING:
@@ -58,8 +60,7 @@ def estimate_seconds(sample: SampleSpec, simulator: str = "auto") -> float:
     if simulator in ("fast", "smatrix"):
         waves = (cost.smatrix if simulator == "smatrix" else cost.fast) / cost.samples
     else:
-        probes = math.prod(sample.recipe.scan.shape)
-        waves = probes * sample.exit_plane * points * _ABTEM * max(1.0, points / 128**2) ** _ABTEM_GROWTH
+        waves = probe_count(sample) * sample.exit_plane * points * _ABTEM * max(1.0, points / 128**2) ** _ABTEM_GROWTH
     potential = deepest * points * _POTENTIAL / sharers if configurations or finite else 0.0
     return _ONCE + max(1, configurations) * (waves + potential)
 
@@ -104,8 +105,10 @@ def worker_memory_bytes(sample: SampleSpec, simulator: str = "auto") -> int:
 
 
 def sample_bytes_of(sample: SampleSpec) -> int:
+    """Bytes of one sample's arrays in float64, as they are summed over phonons; patterns of all simulated positions."""
     recipe = sample.recipe
-    return 8 * (math.prod(recipe.scan.shape) * math.prod(recipe.detector.shape) + math.prod(recipe.label.shape))
+    others = sum(math.prod(field.shape) for field in fields_of(recipe) if field.name != "cbed")
+    return 8 * (probe_count(sample) * math.prod(recipe.detector.shape) + others)
 
 
 def calibrate(plan: Plan, *, budget_s: float = 10.0) -> Calibration:

@@ -19,7 +19,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["label_bandlimit", "lattice_phases", "lattice_points", "project_label"]
+__all__ = ["label_bandlimit", "lattice_phases", "lattice_points", "project_label", "slab_weights"]
 
 
 def label_bandlimit(grid_sampling_A: float, label_sampling_A: float, antialias_cutoff: float) -> float:
@@ -93,6 +93,15 @@ def lattice_phases(
     left = np.exp(2j * np.pi * (np.arange(shape[0])[:, None] * along_i + origin))
     right = np.exp(2j * np.pi * np.arange(shape[1])[:, None] * along_j)
     return left, right
+
+
+def slab_weights(slices: int, slabs: int) -> NDArray[np.float64]:
+    """What part of each slice lies in each of `slabs` slabs of equal thickness, (slabs, slices); columns sum to 1."""
+    edges = np.linspace(0.0, slices, slabs + 1)
+    starts = np.arange(slices)
+    low = np.maximum(edges[:-1, None], starts)
+    high = np.minimum(edges[1:, None], starts + 1)
+    return np.clip(high - low, 0.0, None)
 
 
 def _nyquist(shape: tuple[int, ...], extent_yx_A: tuple[float, float]) -> float:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
 from exitwave.simulate.passes import propagations
 from exitwave.simulate.propagation import KeptRows, Propagation, batch_waves, kept_rows
+from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
 
 __all__ = ["KEPT_GRIDS", "KEPT_TRANSMISSION_BYTES", "FastSimulator"]
@@ -64,19 +65,17 @@ class FastSimulator(AbtemSimulator):
     def _patterns_at(self, members: Sequence[SampleSpec], slices: Slices) -> list[NDArray[np.float64]]:
         """Patterns of samples that differ in thickness alone, thinnest first, from one propagation."""
         spec = members[-1]
-        rows, columns = self._detector(spec)
         points = self.positions(spec)
         beam = self._beam(spec)
-        kept = beam.rows.take(rows.T).T  # (Qy, kept ky)
+        detector = self.detector(spec).of_rows(beam.rows.take)
         planes = sorted({member.exit_plane for member in members})
         out = np.empty((len(planes), len(points), *spec.recipe.detector.shape))
 
         def detect(position: int, which: int, intensity: NDArray[np.float64]) -> None:
-            out[which, position] = kept @ intensity @ columns.T / beam.incident
+            out[which, position] = detector(intensity) / beam.incident
 
         self._propagate(spec, beam, slices, points, planes, detect)
-        shaped = out.reshape(len(planes), *spec.recipe.scan.shape, *spec.recipe.detector.shape)
-        return [shaped[planes.index(member.exit_plane)] for member in members]
+        return [scan_patterns(spec, out[planes.index(member.exit_plane)]) for member in members]
 
     def exit_intensity(self, spec: SampleSpec, slices: Slices, points_yx: NDArray[np.float64]) -> NDArray[np.float64]:
         """Diffraction intensity on the whole grid, (positions, Ny, Nx), zero frequency first; not normalised."""

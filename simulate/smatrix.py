@@ -25,9 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exitwave.simulate.abtem_backend import Slices
+from exitwave.simulate.detector import Resampling
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.propagation import KeptRows, kept_rows
 from exitwave.simulate.route import route
+from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
 
 __all__ = ["MATRIX_BYTES", "AutoSimulator", "SMatrixSimulator", "beams_of"]
@@ -49,8 +51,7 @@ class _Window:
     tile_rows: int
     tiles: int
     weight: NDArray[np.float64]  # (tiles, tile rows * columns): what the antialias aperture leaves of an intensity
-    detector_rows: NDArray[np.float64]  # (tiles, Qy, tile rows)
-    detector_columns: NDArray[np.float64]  # (columns, Qx)
+    detectors: tuple[Resampling, ...]  # what falls from each tile onto the detector
 
 
 def beams_of(spec: SampleSpec) -> NDArray[np.intp]:
@@ -90,28 +91,22 @@ class SMatrixSimulator(FastSimulator):
         for first, matrix in self._bands(spec, rows, propagator, transmissions, slices, planes, beams_yx, window):
             for member, front, out in zip(members, fronts, found, strict=True):
                 self._reduce(front, matrix[planes.index(member.exit_plane)], first, window, out)
-        return [
-            out.reshape(*member.recipe.scan.shape, *member.recipe.detector.shape)
-            for member, out in zip(members, found, strict=True)
-        ]
+        return [scan_patterns(member, out) for member, out in zip(members, found, strict=True)]
 
     def _window(self, spec: SampleSpec, rows: KeptRows, weight: NDArray[np.float64]) -> _Window:
-        detector_rows, detector_columns = self._detector(spec)
-        kept = rows.take(detector_rows.T)  # (kept ky, Qy)
-        seen_rows = np.flatnonzero(kept.any(axis=1))
-        seen_columns = np.flatnonzero(detector_columns.any(axis=0))
+        detector = self.detector(spec).of_rows(rows.take)
+        seen_rows, seen_columns = (np.flatnonzero(seen) for seen in detector.seen())
         tile_rows = max(1, _TILE_POINTS // len(seen_columns))
         tiles = -(-len(seen_rows) // tile_rows)
         padding = ((0, tiles * tile_rows - len(seen_rows)), (0, 0))
-        in_tiles = np.pad(kept[seen_rows], padding).reshape(tiles, tile_rows, -1)
+        cuts = (seen_rows[start : start + tile_rows] for start in range(0, len(seen_rows), tile_rows))
         return _Window(
             rows=seen_rows,
             columns=seen_columns,
             tile_rows=tile_rows,
             tiles=tiles,
             weight=np.pad(weight[np.ix_(seen_rows, seen_columns)], padding).reshape(tiles, -1),
-            detector_rows=np.ascontiguousarray(in_tiles.transpose(0, 2, 1)),
-            detector_columns=np.ascontiguousarray(detector_columns[:, seen_columns].T),
+            detectors=tuple(detector.of_part(cut, seen_columns, tile_rows) for cut in cuts),
         )
 
     def _front(self, spec: SampleSpec, beams_yx: NDArray[np.intp]) -> NDArray[np.complexfloating]:
@@ -196,9 +191,8 @@ class SMatrixSimulator(FastSimulator):
                 psi = block @ tile  # (positions, points of a tile)
                 intensity = psi.real.astype(np.float64) ** 2 + psi.imag.astype(np.float64) ** 2
                 intensity *= window.weight[index]
-                across = intensity.reshape(-1, len(window.columns)) @ window.detector_columns
-                across = across.reshape(positions, window.tile_rows, -1)[: len(some)]
-                out[start : start + positions] += np.matmul(window.detector_rows[index], across)
+                patterns = window.detectors[index](intensity.reshape(positions, window.tile_rows, -1))
+                out[start : start + positions] += patterns[: len(some)]
 
 
 class AutoSimulator(SMatrixSimulator):

@@ -24,6 +24,7 @@ from exitwave.ingest.shard_check import find_published
 from exitwave.simulate.simulator import Simulator, get_simulator
 from exitwave.simulate.tasks import StructureSpec, TaskSpec, fields_of
 from exitwave.simulate.threads import limit_threads
+from exitwave.simulate.wisdom import use_wisdom
 
 __all__ = ["prepare_worker", "run_task", "structure_info"]
 
@@ -43,6 +44,7 @@ def run_task(task: TaskSpec, dataset: str) -> dict[str, Any]:
     began = time.perf_counter()
     versions = prepare_worker(task.simulator)
     root = Path(dataset)
+    use_wisdom(root)
     published = find_published(root, task.shard_id)
     adopted = published is not None
     if published is None:

@@ -64,6 +64,10 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DATASET", help="Where it would be written; its disk is checked.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE.html", help="Simulate a few samples (a minute) and show them there."),
+    ] = None,
     workers: Workers = None,
     overrides: Overrides = None,
     json: Json = False,
@@ -71,13 +75,18 @@ def plan(
     debug: Debug = False,
 ) -> None:
     from exitwave.workflows.campaigns import plan_document, read_campaign, tell_warnings
+    from exitwave.workflows.preview import write_preview
     from exitwave.workflows.tables import plan_table
 
     with open_session(json=json, quiet=quiet) as session:
         planned = read_campaign(campaign, overrides or (), session=session)
         tell_warnings(session, planned)
         document = plan_document(planned, out=out or Path(), workers=workers)
+        if report is not None:
+            document["preview"] = write_preview(planned.plan, report, tell=session.note).path
         session.result(document, lambda: plan_table(document))
+        if report is not None:
+            session.hint(f"open {report}")
 
 
 @verb(
@@ -98,6 +107,12 @@ def plan(
 def simulate(
     campaign: CampaignFile,
     out: Annotated[Path, typer.Option("--out", metavar="DATASET", help="The data set's folder, made if needed.")],
+    preview: Annotated[
+        bool,
+        typer.Option(
+            "--preview", help="Before it begins: pictures of a few samples (a minute) in DATASET-preview.html."
+        ),
+    ] = False,
     cluster: ClusterOption = None,
     workers: Workers = None,
     overrides: Overrides = None,
@@ -106,10 +121,17 @@ def simulate(
     debug: Debug = False,
 ) -> None:
     from exitwave.workflows.campaigns import exit_code_of, read_campaign, simulate_campaign
+    from exitwave.workflows.preview import write_preview
 
     with open_session(json=json, quiet=quiet) as session:
         planned = read_campaign(campaign, overrides or (), session=session)
+        shown = out.absolute().with_name(f"{out.absolute().name}-preview.html")
+        if preview:
+            made = write_preview(planned.plan, shown, tell=session.note)
+            session.note(f"{made.samples} samples are shown in {shown}; Ctrl-C if they are not what you meant.")
         document = simulate_campaign(session, planned, out, cluster=cluster, workers=workers)
+        if preview:
+            document["preview"] = str(shown)
         session.result(document, lambda: document["message"])
         failed = f"exitwave failures {out}"
         session.hint(failed if document["failed"] else f"exitwave train TRAIN.yaml --data {out} --out RUN")

@@ -30,7 +30,7 @@ from exitwave.train.allreduce import (
     grouped_allreduce,
 )
 
-LIMIT_S = 4.0
+LIMIT_S = 3.0
 
 
 class Two(nn.Module):
@@ -119,9 +119,8 @@ def what_is_wrong_on_this_rank_alone(rank: int, size: int) -> None:
         if last:  # a layer used inside and outside of a reentrant checkpoint accumulates twice
             y = checkpoint(engine.module.first, x, use_reentrant=True)
             engine.module.last(engine.module.first(y)).sum().backward()
-        else:
+        for _ in range(2):  # the others may have had all they needed; then they are told in the pass that follows
             engine(x).sum().backward()
-        engine(x)
 
     refused(both, ["first.", "became ready twice"], submitted_twice)
 
@@ -183,7 +182,7 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def results(request, tmp_path_factory) -> list[dict[str, str]]:
     return rank_checks.launch(__file__, request.param, tmp_path_factory.mktemp(f"bad{request.param}"))
 

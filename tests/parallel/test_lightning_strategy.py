@@ -32,7 +32,7 @@ class Small(lightning.LightningModule):
         self.seen.append(float((self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()))
 
     def configure_optimizers(self) -> dict[str, object]:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-2)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
@@ -58,7 +58,8 @@ def the_weights_are_those_of_ddp(rank: int, size: int) -> None:
         )
         trainer.fit(model, DataLoader(samples, batch_size=4), DataLoader(samples, batch_size=8))
         found[name] = (torch.cat([p.detach().flatten() for p in model.parameters()]), model.seen)
-    assert found["ddp"][1][-1] < 0.5 * found["ddp"][1][0]
+    seen = found["ddp"][1]  # two of the sanity check, then three an epoch
+    assert sum(seen[-3:]) < sum(seen[2:5]), "it did not learn; the comparison says little"
     for name in ("backward", "step"):
         torch.testing.assert_close(found[name][0], found["ddp"][0], rtol=1e-5, atol=1e-6)
         assert found[name][1] == pytest.approx(found["ddp"][1], rel=1e-4)
@@ -67,6 +68,7 @@ def the_weights_are_those_of_ddp(rank: int, size: int) -> None:
 CHECKS = [the_weights_are_those_of_ddp]
 
 
+@pytest.mark.long
 def test_two_ranks(tmp_path):
     results = rank_checks.launch(__file__, 2, tmp_path)
     for check in CHECKS:

@@ -335,7 +335,7 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def results(request, tmp_path_factory) -> list[dict[str, str]]:
     return rank_checks.launch(__file__, request.param, tmp_path_factory.mktemp(f"step{request.param}"))
 

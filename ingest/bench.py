@@ -30,7 +30,6 @@ from exitwave.ingest.bench_data import (
     SAMPLE_SHAPE,
     make_dataset,
     manifest_sums,
-    write_litdata,
     write_plain,
     write_webdataset,
 )
@@ -133,7 +132,7 @@ def _contenders(
         ours = ShardDataset(root, fields=("cbed",), **options)  # type: ignore[arg-type]
         add(what, lambda number, ours=ours: peers.ours_epoch(ours, epoch=number, batch=_BATCH))  # type: ignore[misc]
     for what, write, epoch in (
-        ("litdata", write_litdata, peers.litdata_epoch),
+        ("litdata", peers.write_litdata, peers.litdata_epoch),
         ("webdataset", lambda path, n: write_webdataset(path, n, max(_BATCH, n // 8)), peers.webdataset_epoch),
     ):
         try:

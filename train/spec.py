@@ -47,10 +47,30 @@ class ModelSpec(StrictModel):
         return {name: value for name, value in sizes.items() if value is not None}
 
 
+class DetectorOptions(StrictModel):
+    """Strengths of what source, scan and detector do beside the dose, by the names of `ingest.detector_model`."""
+
+    dose_e_per_A2: float | None = Field(default=None, gt=0, description="where data.dose_e_per_pattern is null")
+    source_fwhm_A: float = Field(default=0.0, ge=0, description="at least two steps of the scan, or 0")
+    scan_jitter_A: float = Field(default=0.0, ge=0, description="needs a source")
+    mtf_nyquist: float = Field(default=1.0, ge=0, le=1)
+    background: float = Field(default=0.0, ge=0, description="part of the beam, over the whole detector")
+    ellipticity: float = Field(default=0.0, ge=0, le=0.5)
+    descan_pixels: float = Field(default=0.0, ge=0)
+    dead_fraction: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _source_for_jitter(self) -> DetectorOptions:
+        if self.scan_jitter_A and not self.source_fwhm_A:
+            raise ValueError("scan_jitter_A needs source_fwhm_A: between two positions there is nothing to read")
+        return self
+
+
 class DataSpec(StrictModel):
     """What the network sees of a sample.
 
     dose_e_per_pattern: mean counts per pattern of the Poisson noise; null for noise-free patterns.
+    detector: what source, scan and detector do beside it, drawn by (epoch, uid).
     normalise: divide each sample by its detected sum (the incident beam is unknown in experiments), or not.
     transform: applied to the normalised patterns, scaled so that values are of order one.
     detector_bin: the detector is summed down to this many pixels each way; null keeps it.
@@ -60,6 +80,7 @@ class DataSpec(StrictModel):
     """
 
     dose_e_per_pattern: float | None = Field(default=1e4, gt=0)
+    detector: DetectorOptions = DetectorOptions()
     normalise: Literal["detected-sum", "none"] = "detected-sum"
     transform: Literal["sqrt", "log1p", "none"] = "sqrt"
     detector_bin: int | None = Field(default=16, ge=1)

@@ -314,6 +314,7 @@ class _Run:
             n=published.n,
             nbytes=published.nbytes,
             seconds=receipt["seconds"],
+            simulated_s=receipt.get("simulated_s", 0.0),
             host=receipt["producer"].get("host", ""),
             attempt=self._attempt(task),
             adopted=receipt["adopted"],

@@ -167,6 +167,22 @@ def test_one_bad_sample_fails_its_shard_alone_and_tells_its_values(tmp_path: Pat
     assert "a_K=5, seed=" in failure["why"] and "ValueError: too hot (sim.py, line 7)" in failure["why"]
 
 
+def test_an_exception_of_the_script_does_not_travel(tmp_path: Path) -> None:
+    """A worker's exception is unpickled where the script was never run, with its cause and context."""
+    source = "class Odd(Exception):\n    def __init__(self, a, b): super().__init__('odd')\n"
+    (tmp_path / "sim.py").write_text(source + "def simulate(parameters): raise Odd(1, 2)")
+    with pytest.raises(UsageError, match=r"a_K=.*: Odd: odd \(sim.py, line 3\)") as caught:
+        plan(tmp_path, (tmp_path / "sim.py").read_text())
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
+
+
+def test_only_a_full_disk_and_lack_of_memory_pass_as_they_are(tmp_path: Path) -> None:
+    assert "FileNotFoundError" in refusal(tmp_path, "def simulate(parameters): open('/nowhere/at/all')")
+    assert "more memory than there is" in refusal(tmp_path, "def simulate(parameters): raise MemoryError('8 TB')")
+    with pytest.raises(OSError, match="No space left"):
+        plan(tmp_path, "import os\ndef simulate(parameters): raise OSError(28, os.strerror(28))")
+
+
 def test_draws_belong_to_the_sample_alone(tmp_path: Path) -> None:
     few, many = plan(tmp_path, GOOD, samples=3), plan(tmp_path, GOOD, samples=9, parameters={"b": 1, "a_K": 2.0})
     uniform = plan(tmp_path, GOOD, samples=9)

@@ -37,6 +37,7 @@ MAX_THREADS = 4
 _BYTES_A_THREAD = 1 << 20  # less than this is read before a thread has woken up
 _PARAMS_KEPT = 16 << 20
 _PIECE = 256 << 10  # half of a small second-level cache
+_SHORT = "the file is short"
 _WHAT_TO_DO = "`exitwave verify` lists all that is damaged; take such shards out or simulate them again."
 
 Array = np.ndarray[Any, Any]
@@ -54,19 +55,21 @@ def read_extent(fd: int, out: Array, offset: int) -> bool:
     return True
 
 
-def read_sample(fd: int, extent: Extent, row: int, out: Array) -> bool:
-    """Fills `out` with the stored bytes of sample `row`, decompressed; whether the file had them."""
+def read_sample(fd: int, extent: Extent, row: int, out: Array) -> str:
+    """Fills `out` with the stored bytes of sample `row`, decompressed; says what is wrong, "" where nothing is."""
     offset, length = extent.place(row)
     if not extent.compression:
-        return read_extent(fd, out, offset)
+        return "" if read_extent(fd, out, offset) else _SHORT
     chunk = np.empty(length, np.uint8)
     if not read_extent(fd, chunk, offset):
-        return False
+        return _SHORT
+    if extent.chunk_sums and (found := crc32c(chunk)) != extent.chunk_sums[row]:
+        return f"crc32c {found:08x} of the compressed bytes, expected {extent.chunk_sums[row]:08x}"
     try:
         decompress(extent.compression, chunk, out, extent.numpy_dtype.itemsize)
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return f"cannot be decompressed ({error})"
+    return ""
 
 
 class _Descriptor:
@@ -124,6 +127,7 @@ class ShardFiles:
         self.hits = self.misses = self.waits = 0
         self._lock = threading.RLock()  # anew: one inherited over a fork may be held for ever
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._shunned: set[str] = set()  # damaged copies that could not be set aside
         self._params_bytes = 0
         self._helpers: ThreadPoolExecutor | None = None
 
@@ -270,11 +274,11 @@ class ShardFiles:
             out[:] = shard.params[row]
             return
         try:
-            whole = read_sample(shard.fd, shard.extents[field], row, out)
+            wrong = read_sample(shard.fd, shard.extents[field], row, out)
         except OSError as error:
             raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: {error}") from error
-        if not whole:
-            raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: the file is short")
+        if wrong:
+            raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: {wrong}")
         if self.verify and (found := crc32c(out)) != (expected := int(shard.sums[field][row])):
             why = f"{self._sample(shard, row)}{field}: crc32c {found:08x}, expected {expected:08x}"
             raise self._damage(shard, record, why)
@@ -302,17 +306,25 @@ class ShardFiles:
                 if _is_evicted(shard.fd):
                     return
             quarantine = path.parent.parent / "quarantine"
-            warnings.warn(f"{why}: set aside in {quarantine}, reading the data set itself", stacklevel=4)
-            quarantine.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process may have been faster
+            what = f"set aside in {quarantine}"
+            try:
+                quarantine.mkdir(exist_ok=True)
                 path.rename(quarantine / path.name)
+            except FileNotFoundError:  # another process may have been faster
+                pass
+            except OSError as error:  # the cache is not ours to write: this process looks no further at that copy
+                self._shunned.add(record.shard_id)
+                what = f"it cannot be set aside ({error.strerror}), it is left"
+            warnings.warn(f"{why}: {what}, reading the data set itself", stacklevel=4)
 
     def _count(self, shard: _OpenShard) -> None:
         self.hits += shard.staged
         self.misses += not shard.staged and self.staged is not None
 
     def _is_staged(self, record: PublishedShard) -> bool:
-        return self.staged is not None and os.path.exists(f"{self.staged}/{record.shard_id}.h5")  # noqa: PTH110 (hot)
+        if self.staged is None or record.shard_id in self._shunned:
+            return False
+        return os.path.exists(f"{self.staged}/{record.shard_id}.h5")  # noqa: PTH110 (hot)
 
     def _wait_for(self, record: PublishedShard) -> None:
         """Gives a shard that is perhaps on its way into the cache up to `wait_s`."""
@@ -351,7 +363,7 @@ class ShardFiles:
     def _open_now(self, record: PublishedShard) -> _OpenShard:
         path, staged = self.root / record.path, False
         fd = None
-        if self.staged is not None:
+        if self.staged is not None and record.shard_id not in self._shunned:
             self._wait_for(record)
             with contextlib.suppress(OSError):  # then the data set itself has it
                 fd = open_to_read(self.staged / f"{record.shard_id}.h5")
@@ -391,7 +403,11 @@ class ShardFiles:
     def _table(self, fd: int, path: Path, staged: bool, record: PublishedShard, extent: Extent) -> Array:
         table = np.empty(extent.shape, dtype=extent.numpy_dtype)
         data = byte_view(table, table.dtype)
-        if not read_extent(fd, data, extent.offset):
+        try:
+            whole = read_extent(fd, data, extent.offset)
+        except OSError as error:
+            raise self._damage_at(path, staged, record, f"/{extent.field}: {error.strerror}") from error
+        if not whole:
             raise self._damage_at(path, staged, record, f"/{extent.field}: the file is short")
         expected = record.stats.get("tables_crc32c", {}).get(extent.field)
         if expected is not None and crc32c(data) != expected:

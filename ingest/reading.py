@@ -129,6 +129,7 @@ class ShardFiles:
         self.hits = self.misses = self.waits = 0
         self._lock = threading.RLock()  # anew: one inherited over a fork may be held for ever
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._shunned: set[str] = set()  # damaged copies that could not be set aside
         self._params_bytes = 0
         self._helpers: ThreadPoolExecutor | None = None
 
@@ -307,17 +308,25 @@ class ShardFiles:
                 if _is_evicted(shard.fd):
                     return
             quarantine = path.parent.parent / "quarantine"
-            warnings.warn(f"{why}: set aside in {quarantine}, reading the data set itself", stacklevel=4)
-            quarantine.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process may have been faster
+            what = f"set aside in {quarantine}"
+            try:
+                quarantine.mkdir(exist_ok=True)
                 path.rename(quarantine / path.name)
+            except FileNotFoundError:  # another process may have been faster
+                pass
+            except OSError as error:  # the cache is not ours to write: this process looks no further at that copy
+                self._shunned.add(record.shard_id)
+                what = f"it cannot be set aside ({error.strerror}), it is left"
+            warnings.warn(f"{why}: {what}, reading the data set itself", stacklevel=4)
 
     def _count(self, shard: _OpenShard) -> None:
         self.hits += shard.staged
         self.misses += not shard.staged and self.staged is not None
 
     def _is_staged(self, record: PublishedShard) -> bool:
-        return self.staged is not None and os.path.exists(f"{self.staged}/{record.shard_id}.h5")  # noqa: PTH110 (hot)
+        if self.staged is None or record.shard_id in self._shunned:
+            return False
+        return os.path.exists(f"{self.staged}/{record.shard_id}.h5")  # noqa: PTH110 (hot)
 
     def _wait_for(self, record: PublishedShard) -> None:
         """Gives a shard that is perhaps on its way into the cache up to `wait_s`."""
@@ -356,7 +365,7 @@ class ShardFiles:
     def _open_now(self, record: PublishedShard) -> _OpenShard:
         path, staged = self.root / record.path, False
         fd = None
-        if self.staged is not None:
+        if self.staged is not None and record.shard_id not in self._shunned:
             self._wait_for(record)
             with contextlib.suppress(OSError):  # then the data set itself has it
                 fd = self._open_file(self.staged / f"{record.shard_id}.h5")
@@ -411,7 +420,11 @@ class ShardFiles:
     def _table(self, fd: int, path: Path, staged: bool, record: PublishedShard, extent: Extent) -> Array:
         table = np.empty(extent.shape, dtype=extent.numpy_dtype)
         data = byte_view(table, table.dtype)
-        if not read_extent(fd, data, extent.offset):
+        try:
+            whole = read_extent(fd, data, extent.offset)
+        except OSError as error:
+            raise self._damage_at(path, staged, record, f"/{extent.field}: {error.strerror}") from error
+        if not whole:
             raise self._damage_at(path, staged, record, f"/{extent.field}: the file is short")
         expected = record.stats.get("tables_crc32c", {}).get(extent.field)
         if expected is not None and crc32c(data) != expected:

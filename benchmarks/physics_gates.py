@@ -30,6 +30,7 @@ from exitwave.simulate.imaging import focal_images
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.physics import interaction_parameter
 from exitwave.simulate.plan import make_plan
+from exitwave.simulate.smatrix import SMatrixSimulator
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.simulate.structures.orient import orient
 from exitwave.simulate.tasks import SampleSpec, StructureSpec, draw_sample
@@ -408,6 +409,18 @@ def supercells() -> Iterator[Row]:
         yield Row(name=f"Si in {cells}, centre of mass apart, pixels", value=float(moved), most=0.02)
 
 
+def scattering_matrix() -> Iterator[Row]:
+    """The same patterns from beams of the same soft aperture as from probes, over their largest."""
+    spec = specification(
+        cubic("Si"), sampling={"semiangle_mrad": 10, "thickness_A": 50}, scan={"shape": [2, 2], "step_A": 0.5}
+    )
+    for precision in ("float32", "float64"):
+        pairs = (SMatrixSimulator(precision=precision), simulator("fast", precision))  # type: ignore[arg-type]
+        matrix, probes = (next(iter(one.simulate([spec]))).arrays["cbed"] for one in pairs)
+        value = float(np.abs(matrix - probes).max() / probes.max())
+        yield Row(name=f"scattering matrix against multislice, {precision}", value=value, most=5e-6)
+
+
 GATES: dict[str, Callable[[], Iterator[Row]]] = {
     gate.__name__: gate
     for gate in (
@@ -422,6 +435,7 @@ GATES: dict[str, Callable[[], Iterator[Row]]] = {
         defocus_is_propagation,
         reciprocity,
         supercells,
+        scattering_matrix,
     )
 }
 

@@ -25,7 +25,6 @@ __all__ = [
     "make_dataset",
     "manifest_sums",
     "samples",
-    "write_litdata",
     "write_plain",
     "write_webdataset",
 ]
@@ -105,19 +104,6 @@ def write_plain(path: Path, n: int, shape: tuple[int, ...] = SAMPLE_SHAPE) -> Pa
             uids.append(uid)
     (path / "uids.u8").write_bytes(np.array(uids, "<u8").tobytes())
     (path / "shape.json").write_text(json.dumps(shape))
-    return path
-
-
-def write_litdata(path: Path, n: int, shape: tuple[int, ...] = SAMPLE_SHAPE) -> Path:
-    """By the writer that `litdata.optimize` uses, without its processes: chunks of 64 MB, as in its own example."""
-    from litdata.streaming.writer import BinaryWriter
-
-    path.mkdir()
-    writer = BinaryWriter(str(path), chunk_bytes="64MB")
-    for i, (uid, values) in enumerate(samples(0, n, shape)):
-        writer[i] = {"uid": uid, "cbed": values}
-    writer.done()
-    writer.merge(1)
     return path
 
 

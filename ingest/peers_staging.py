@@ -21,7 +21,7 @@ from exitwave.ingest.peers import PeerServer, Status, ask_peer, parse_address, t
 from exitwave.ingest.placement import owner, ranking
 from exitwave.ingest.records import ShardRecord
 from exitwave.ingest.staging_home import CacheHome
-from exitwave.ingest.staging_run import Source, StorageSource
+from exitwave.ingest.staging_sources import Source, StorageSource
 from exitwave.ingest.storage import Reader
 
 __all__ = ["PeerOptions", "PeerSources"]

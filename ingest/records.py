@@ -8,6 +8,7 @@ survives the way there and back unchanged. A record knows nothing of files: read
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -59,6 +60,19 @@ def _cached_dtype(data: Any) -> np.dtype[Any]:
     return dtype_from_json(data)
 
 
+@lru_cache(maxsize=4096)
+def _shared(record: Any) -> Any:
+    """An equal record met before: shards are mostly alike, and a manifest has very many of them."""
+    return record
+
+
+def _interned(data: Any) -> Any:
+    """JSON whose keys and strings are shared with all others."""
+    if isinstance(data, dict):
+        return {sys.intern(key): _interned(value) for key, value in data.items()}
+    return sys.intern(data) if type(data) is str else data
+
+
 def _tuples(data: Any) -> Any:
     return tuple(_tuples(item) for item in data) if isinstance(data, list | tuple) else data
 
@@ -89,7 +103,8 @@ class Extent:
     `shape` includes the leading axis of n samples, `stride` is the bytes of one sample. `dtype` is a NumPy dtype
     string, or for the compound `/params` nested tuples as in `dtype_to_json`. `encoding` and `scale` are those of the
     field. With `compression`, the bytes of sample `i` are what the chunk at `chunks[i]` = (offset, length) gives; the
-    `offset` of the extent is 0 then.
+    `offset` of the extent is 0 then. `chunk_sums`: the CRC-32C of each chunk as it lies in the file, to be looked at
+    before it is decompressed (a damaged one can crash or hang a decompressor); none in manifests of before.
     """
 
     field: str
@@ -101,6 +116,7 @@ class Extent:
     scale: float = 1.0
     compression: str = ""
     chunks: tuple[tuple[int, int], ...] = ()
+    chunk_sums: tuple[int, ...] = ()
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -138,6 +154,8 @@ class Extent:
             data |= {"encoding": self.encoding, "scale": self.scale}
         if self.compression:
             data |= {"compression": self.compression, "chunks": _lists(self.chunks)}
+        if self.chunk_sums:
+            data["chunk_crc32c"] = list(self.chunk_sums)
         return data
 
     @classmethod
@@ -152,6 +170,7 @@ class Extent:
             scale=float(data.get("scale", 1.0)),
             compression=str(data.get("compression", "")),
             chunks=tuple((int(offset), int(length)) for offset, length in data.get("chunks", ())),
+            chunk_sums=tuple(int(found) for found in data.get("chunk_crc32c", ())),
         )
         expected = extent.numpy_dtype.itemsize * prod(extent.sample_shape)
         if extent.stride != expected or extent.offset < 0 or not extent.shape or min(extent.shape) < 0:
@@ -164,7 +183,16 @@ class Extent:
             offset < 0 or length < 0 for offset, length in extent.chunks
         ):
             raise UsageError(f"extent of {extent.field!r}: {len(extent.chunks)} chunks, expected one a sample")
+        if extent.chunk_sums and len(extent.chunk_sums) != len(extent.chunks):
+            raise UsageError(
+                f"extent of {extent.field!r}: {len(extent.chunk_sums)} sums of {len(extent.chunks)} chunks"
+            )
         return extent
+
+
+def _extent(data: Mapping[str, Any]) -> Extent:
+    extent = Extent.from_json(data)
+    return extent if extent.compression else _shared(extent)  # each compressed one has places of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,9 +273,9 @@ class PublishedShard:
             "nbytes": int(data["nbytes"]),
             "n": int(data["n"]),
             "xxh3_128": str(data["xxh3_128"]),
-            "extents": tuple(Extent.from_json(extent) for extent in data["extents"]),
-            "structures": tuple(StructureInfo.from_json(structure) for structure in data["structures"]),
-            "stats": dict(data["stats"]),
+            "extents": tuple(_extent(extent) for extent in data["extents"]),
+            "structures": tuple(_shared(StructureInfo.from_json(structure)) for structure in data["structures"]),
+            "stats": _interned(dict(data["stats"])),
         }
         for extent in fields["extents"]:
             if extent.shape[0] != fields["n"] or extent.end > fields["nbytes"]:
@@ -291,7 +319,7 @@ class ShardRecord(PublishedShard):
             seq=int(data["seq"]),
             generation=int(data["generation"]),
             split=str(data["split"]),
-            producer={str(k): str(v) for k, v in data["producer"].items()},
+            producer=_interned({str(k): str(v) for k, v in data["producer"].items()}),
             epoch=int(data.get("epoch", 0)),
         )
 

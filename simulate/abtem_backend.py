@@ -18,10 +18,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from exitwave.simulate.detector import overlap_matrix, resample
-from exitwave.simulate.imaging import plane_wave
-from exitwave.simulate.label import lattice_points, project_label
+from exitwave.simulate.detector import Resampling, resampling
+from exitwave.simulate.gpu import cupy_with_gpu, on_host
+from exitwave.simulate.imaging import focal_images, plane_wave
+from exitwave.simulate.label import project_label, slab_weights
 from exitwave.simulate.passes import passes
+from exitwave.simulate.scanning import in_cell_axes, lattice_rotation_deg, probe_positions, scan_patterns
 from exitwave.simulate.simulator import Sample
 from exitwave.simulate.tasks import SampleSpec, StructureSpec
 from exitwave.simulate.threads import single_threaded
@@ -96,11 +98,17 @@ class Slices:
 
     def projected(self) -> NDArray[np.float64]:
         """The sum of all slices, (x, y) in V Å."""
-        times = np.bincount(self.order, minlength=len(self.different))
-        total = np.zeros(self.different.shape[1:])
-        for count, piece in zip(times, self.different, strict=True):
-            total += float(count) * piece
-        return total
+        return self.slabs(1)[0]
+
+    def slabs(self, count: int) -> NDArray[np.float64]:
+        """The sums of slices in `count` slabs of equal thickness, (slabs, x, y) in V Å; a slice may lie in two."""
+        weights = slab_weights(len(self.order), count)
+        totals = np.zeros((count, *self.different.shape[1:]))
+        for index, piece in enumerate(self.different):
+            held = weights[:, self.order == index].sum(axis=1)
+            for slab in np.flatnonzero(held):
+                totals[slab] += held[slab] * piece
+        return totals
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,13 +125,22 @@ class AbtemSimulator:
 
     name = "abtem"
 
-    def __init__(self, *, precision: Literal["float32", "float64"] = "float32") -> None:
+    def __init__(
+        self, *, precision: Literal["float32", "float64"] = "float32", device: Literal["cpu", "gpu"] = "cpu"
+    ) -> None:
+        """`device="gpu"`: abTEM's potentials and waves by CuPy, one process for each GPU; arrays come back to the host.
+
+        Raises UsageError where CuPy or a GPU is missing.
+        """
         self._abtem = configure_abtem()
+        self.device = device
+        self._cupy = cupy_with_gpu() if device == "gpu" else None
         self.version = f"{self._abtem.__version__}"
         self.precision = precision
         self.real = np.dtype(precision)
         self.complex = np.result_type(self.real, np.complex64)
         self._period: tuple[Any, NDArray[np.floating]] | None = None
+        self._labelled: tuple[Any, dict[str, NDArray[np.float64]]] | None = None
         self._between: tuple[Any, NDArray[np.complexfloating], NDArray[np.floating]] | None = None
 
     def configured(self, planning: str = "FFTW_ESTIMATE") -> AbstractContextManager[Any]:
@@ -133,32 +150,76 @@ class AbtemSimulator:
         """
         stack = ExitStack()
         stack.enter_context(single_threaded())
-        stack.enter_context(self._abtem.config.set({"precision": self.precision, "fftw.planning_effort": planning}))
+        chosen = {"precision": self.precision, "fftw.planning_effort": planning, "device": self.device}
+        stack.enter_context(self._abtem.config.set(chosen))
         return stack
 
     def simulate(self, specs: Sequence[SampleSpec]) -> Iterator[Sample]:
         for members in passes(specs):
             with self.configured():
-                found = self._diffraction(members)
-                samples = [self._sample(spec, patterns) for spec, patterns in zip(members, found, strict=True)]
+                samples = self._simulate(members)
+            if self._cupy is not None:  # blocks of one grid's size are of no use to another's
+                self._cupy.get_default_memory_pool().free_all_blocks()
             yield from samples
 
-    def _sample(self, spec: SampleSpec, patterns: NDArray[np.float64]) -> Sample:
-        """A sample from its patterns on the detector (Ry, Rx, Qy, Qx); captured is their mean part of the beam."""
-        static = self.static_slices(spec)
-        captured = float(patterns.sum(axis=(-2, -1)).mean())
-        arrays: dict[str, np.ndarray] = {}
-        if "cbed" in spec.recipe.fields:
-            arrays["cbed"] = patterns.astype(np.float32)
-        if "potential" in spec.recipe.fields:
-            arrays["potential"] = _label(spec, static)
-        params = spec.params(captured_fraction=captured)
-        params["simulator"] = self.route(spec).encode()
-        return Sample(uid=spec.uid, params=params, arrays=arrays)
+    def _simulate(self, members: Sequence[SampleSpec]) -> list[Sample]:
+        """The samples of one pass: means over its configurations; without phonons there is one, with atoms at rest."""
+        deepest = max(members, key=lambda spec: spec.exit_plane)
+        count = deepest.recipe.phonons.count
+        sums: list[dict[str, NDArray[np.float64]]] = [{} for _ in members]
+        for configuration in range(max(1, count)):
+            slices = self.displaced_slices(deepest, configuration) if count else self.static_slices(deepest)
+            for total, new in zip(sums, self._outputs(members, slices), strict=True):
+                for name, values in new.items():
+                    total[name] = total[name] + values if name in total else values
+        made = []
+        for spec, total in zip(members, sums, strict=True):
+            arrays = {name: values / count for name, values in total.items()} if count > 1 else dict(total)
+            if spec.recipe.label.atoms == "static":
+                arrays |= self._static_potentials(spec)
+            captured = float(arrays["captured"])
+            if spec.recipe.images is not None:
+                arrays["focus_A"] = np.array(spec.focus_A)
+            named = {name: arrays[name].astype(np.float32) for name in spec.recipe.array_fields}
+            params = spec.params(captured_fraction=captured)
+            params["simulator"] = self.route(spec).encode()
+            made.append(Sample(uid=spec.uid, params=params, arrays=named))
+        return made
+
+    def _static_potentials(self, spec: SampleSpec) -> dict[str, NDArray[np.float64]]:
+        """The label's fields of the undisplaced crystal; neighbours often have the same, which is made once."""
+        slices = self.static_slices(spec)
+        recipe, turn = spec.recipe, lattice_rotation_deg(spec.values)
+        where = (recipe.label, recipe.volume, recipe.fields, recipe.label_sampling_A, spec.scan_origin_yx_A, turn)
+        key = (slices.key, spec.exit_plane, *where)
+        if slices.key is None or self._labelled is None or self._labelled[0] != key:
+            self._labelled = (key, _potentials(spec, slices))
+        return self._labelled[1]
 
     def route(self, spec: SampleSpec) -> str:
         """The name of the simulator that makes this sample."""
         return self.name
+
+    def _outputs(self, members: Sequence[SampleSpec], slices: Slices) -> Iterator[dict[str, NDArray[np.float64]]]:
+        """What each sample of a pass takes from one configuration, as fields; `captured`: of the beam, the part seen.
+
+        That is the mean over the patterns' sums, or where no patterns are asked for, what the plane wave has left.
+        """
+        recipe = members[0].recipe
+        patterns = self.pass_patterns(members, slices) if "cbed" in recipe.fields or recipe.images is None else None
+        for place, spec in enumerate(members):
+            cut = slices.up_to(spec.exit_plane)
+            made: dict[str, NDArray[np.float64]] = {}
+            if recipe.images is not None:
+                (spectrum,) = self.plane_waves(spec, cut, [spec.exit_plane])
+                made["images"] = _images(spec, spectrum)
+                made["captured"] = (np.abs(spectrum.astype(np.complex128)) ** 2).sum()
+            if patterns is not None:
+                made["cbed"] = patterns[place]
+                made["captured"] = patterns[place].sum(axis=(-2, -1)).mean()
+            if recipe.label.atoms == "phonon-mean":
+                made |= _potentials(spec, cut)
+            yield made
 
     # -- potential ---------------------------------------------------------------------------------------------------
 
@@ -179,12 +240,13 @@ class AbtemSimulator:
         Atoms are drawn period by period from the entrance surface on, so that the slices of a thinner specimen are the
         first of a thicker one's, to the bit; with finite projections that holds for the atoms alone.
         """
-        structure, rms = spec.structure, spec.recipe.phonons.rms_A
+        structure = spec.structure
         finite = spec.recipe.grid.projection == "finite"
         # Behind the exit surface, further than an atom moves: from there atoms move into the last slices.
-        beyond = 0 if finite else math.ceil(8.0 * rms / structure.lengths_A[2])
-        periods = math.ceil(spec.exit_plane / structure.slices) + beyond
         numbers, positions, lengths = structure.tiled(1)
+        rms = spec.phonon_rms_A(numbers)[:, None]
+        beyond = 0 if finite else math.ceil(8.0 * float(rms.max()) / structure.lengths_A[2])
+        periods = math.ceil(spec.exit_plane / structure.slices) + beyond
         generator = np.random.Generator(np.random.Philox(key=np.array([spec.phonon_seed, configuration], np.uint64)))
         moved = np.stack([positions + rms * generator.standard_normal(positions.shape) for _ in range(periods)])
         moved[..., 2] += lengths[2] * np.arange(periods)[:, None]
@@ -210,7 +272,7 @@ class AbtemSimulator:
             parametrization=grid.parametrization,
             projection=grid.projection,
         )
-        slices = np.asarray(potential.build(lazy=False).array)
+        slices = on_host(potential.build(lazy=False).array)
         shape = (count, columns, rows)
         if slices.shape != shape or slices.dtype != self.real:
             raise RuntimeError(f"abTEM gave a potential of {slices.shape} {slices.dtype}, {shape} {self.real} expected")
@@ -218,24 +280,13 @@ class AbtemSimulator:
 
     # -- waves -------------------------------------------------------------------------------------------------------
 
-    def _diffraction(self, members: Sequence[SampleSpec]) -> list[NDArray[np.float64]]:
-        """Patterns on the detector (Ry, Rx, Qy, Qx) of the samples of one pass, averaged over its configurations."""
-        deepest = max(members, key=lambda spec: spec.exit_plane)
-        count = deepest.recipe.phonons.count
-        totals: list[NDArray[np.float64]] = []
-        for configuration in range(max(1, count)):
-            slices = self.displaced_slices(deepest, configuration) if count else self.static_slices(deepest)
-            found = self.pass_patterns(members, slices)
-            totals = [total + new for total, new in zip(totals, found, strict=True)] if totals else found
-        return [total / max(1, count) for total in totals]
-
     def pass_patterns(self, members: Sequence[SampleSpec], slices: Slices) -> list[NDArray[np.float64]]:
         """As `patterns`, of all samples of a pass; `slices` reach to the exit plane of the thickest."""
         return [self.patterns(spec, slices.up_to(spec.exit_plane)) for spec in members]
 
     def patterns(self, spec: SampleSpec, slices: Slices) -> NDArray[np.float64]:
         """Patterns on the detector (Ry, Rx, Qy, Qx), as parts of the incident beam."""
-        rows, columns = self._detector(spec)
+        detect = self.detector(spec)
         points = self.positions(spec)
         incident = self._incident_norm(spec)
         step = batch_positions(spec.grid_yx)
@@ -244,21 +295,18 @@ class AbtemSimulator:
         out = np.empty((len(points), *shape))
         for start in range(0, len(points), step):
             intensity = self._exit_intensity(spec, stacked, points[start : start + step])
-            out[start : start + step] = resample(intensity, rows, columns) / incident
-        return out.reshape(*spec.recipe.scan.shape, *shape)
+            out[start : start + step] = detect(intensity) / incident
+        return scan_patterns(spec, out)
 
-    def _detector(self, spec: SampleSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What part of each row and column of the grid falls into each of the detector's."""
-        grid, extent, q = spec.grid_yx, spec.structure.extent_yx_A, spec.q_sampling_yx_per_A
-        shape = spec.recipe.detector.shape
-        rows, columns = (overlap_matrix(grid[a], extent[a], shape[a], q[a]) for a in (0, 1))
-        return rows, columns
+    def detector(self, spec: SampleSpec) -> Resampling:
+        """From the cell's grid to the detector, against which the crystal may be turned."""
+        rotation = spec.values["crystal_rotation_deg"]
+        shape, q = spec.recipe.detector.shape, spec.q_sampling_yx_per_A
+        return resampling(spec.grid_yx, spec.structure.extent_yx_A, shape, q, rotation)
 
     def positions(self, spec: SampleSpec) -> NDArray[np.float64]:
-        """Probe positions (positions, 2) as (y, x) in Å, folded into the cell."""
-        scan, rotation = spec.recipe.scan, spec.values["scan_rotation_deg"]
-        points = lattice_points(scan.shape, scan.step_A, spec.scan_origin_yx_A, rotation).reshape(-1, 2)
-        return np.mod(points, np.asarray(spec.structure.extent_yx_A))
+        """Probe positions (positions, 2) as (y, x) in Å, folded into the cell; see `probe_positions`."""
+        return np.mod(probe_positions(spec), np.asarray(spec.structure.extent_yx_A))
 
     def exit_intensity(self, spec: SampleSpec, slices: Slices, points_yx: NDArray[np.float64]) -> NDArray[np.float64]:
         """Diffraction intensity on the whole grid, (positions, Ny, Nx), zero frequency first; not normalised."""
@@ -305,7 +353,9 @@ class AbtemSimulator:
     def _potential_array(self, structure: StructureSpec, slices: NDArray[np.floating]) -> Any:
         y, x = structure.extent_yx_A
         return self._abtem.PotentialArray(
-            slices, slice_thickness=(structure.slice_thickness_A,) * len(slices), extent=(x, y)
+            slices if self._cupy is None else self._cupy.asarray(slices),
+            slice_thickness=(structure.slice_thickness_A,) * len(slices),
+            extent=(x, y),
         )
 
     def _scan(self, points_yx: NDArray[np.float64]) -> Any:
@@ -317,7 +367,7 @@ class AbtemSimulator:
         return float(self._intensity(waves.array).sum())
 
     def _probe(self, spec: SampleSpec) -> Any:
-        values = spec.values
+        values = in_cell_axes(spec.values)
         aberrations = {name: values[f"{name}_A"] for name in _COEFFICIENTS}
         aberrations |= {name: math.radians(values[f"{name}_deg"]) for name in _ANGLES}
         aberrations["C10"] = -values["defocus_A"]
@@ -338,7 +388,10 @@ class AbtemSimulator:
 
         if waves.dtype != self.complex:
             raise RuntimeError(f"abTEM gave waves of {waves.dtype}, {self.complex} expected: its configuration changed")
-        transformed = scipy.fft.fft2(np.asarray(waves), axes=(-2, -1), workers=1)
+        if self._cupy is not None:
+            transformed = self._cupy.asnumpy(self._cupy.fft.fft2(waves, axes=(-2, -1)))
+        else:
+            transformed = scipy.fft.fft2(np.asarray(waves), axes=(-2, -1), workers=1)
         intensity = transformed.real.astype(np.float64) ** 2 + transformed.imag.astype(np.float64) ** 2
         return np.swapaxes(intensity, -1, -2)
 
@@ -350,20 +403,20 @@ class AbtemSimulator:
         from abtem.multislice import FresnelPropagator
 
         (ly, lx), (ny, nx) = spec.structure.extent_yx_A, spec.grid_yx
-        thickness, values = spec.structure.slice_thickness_A, spec.values
+        thickness, values = spec.structure.slice_thickness_A, in_cell_axes(spec.values)
         waves = self._probe(spec).build(self._scan(np.zeros((1, 2))), lazy=False)
         key = (ly, lx, ny, nx, thickness, *(values[name] for name in ("energy_keV", "tilt_x_mrad", "tilt_y_mrad")))
         if self._between is None or self._between[0] != key:  # samples often share it
-            propagator = np.asarray(FresnelPropagator().get_array(waves, thickness))
+            propagator = on_host(FresnelPropagator().get_array(waves, thickness))
             aperture = np.asarray(antialias_aperture((nx, ny), (lx / nx, ly / ny), np))
             self._between = (key, propagator, aperture)
         _, propagator, aperture = self._between
-        return Optics(probe=np.asarray(waves.array)[0], propagator=propagator, aperture=aperture)
+        return Optics(probe=on_host(waves.array)[0], propagator=propagator, aperture=aperture)
 
     def transmission(self, spec: SampleSpec, slices: NDArray[np.floating]) -> NDArray[np.complexfloating]:
         """exp(i sigma V) of each slice (slices, x, y); not yet band-limited."""
         potential = self._potential_array(spec.structure, slices)
-        return np.asarray(potential.transmission_function(spec.values["energy_keV"] * 1e3).array)
+        return on_host(potential.transmission_function(spec.values["energy_keV"] * 1e3).array)
 
     def bandlimited(
         self, spec: SampleSpec, slices: Slices, aperture: NDArray[np.floating]
@@ -382,17 +435,45 @@ def _once(slices: NDArray[np.floating]) -> Slices:
     return Slices(different=slices, order=np.arange(len(slices)))
 
 
-def _label(spec: SampleSpec, slices: Slices) -> NDArray[np.float32]:
-    projected = slices.projected().T  # (x, y) -> (y, x)
+def _potentials(spec: SampleSpec, slices: Slices) -> dict[str, NDArray[np.float64]]:
+    """The fields that are made of the potential: its projection (H, W) and its slabs (Z, H, W), in V Å."""
     recipe = spec.recipe
-    label = project_label(
-        projected,
+    made: dict[str, NDArray[np.float64]] = {}
+    if recipe.volume is not None:
+        made["volume"] = np.stack([_label(spec, slab) for slab in slices.slabs(recipe.volume.slabs)])
+    if "potential" in recipe.fields:
+        made["potential"] = _label(spec, slices.projected())
+    return made
+
+
+def _label(spec: SampleSpec, projected: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A sum of slices (x, y) at the label's pixels (H, W)."""
+    recipe = spec.recipe
+    return project_label(
+        projected.T,  # (x, y) -> (y, x)
         spec.structure.extent_yx_A,
         shape=recipe.label.shape,
         sampling_A=recipe.label_sampling_A,
         origin_yx_A=spec.scan_origin_yx_A,
-        rotation_deg=spec.values["scan_rotation_deg"],
+        rotation_deg=lattice_rotation_deg(spec.values),
         blur_A=recipe.label.blur_A,
         bandlimit_per_A=spec.label_bandlimit_per_A,
     )
-    return label.astype(np.float32)
+
+
+def _images(spec: SampleSpec, spectrum: NDArray[np.complexfloating]) -> NDArray[np.float64]:
+    """The through-focal series (F, H, W) of an exit wave's spectrum (Ny, Nx), over the scanned field."""
+    recipe = spec.recipe
+    assert recipe.images is not None
+    return focal_images(
+        spectrum,
+        spec.structure.extent_yx_A,
+        in_cell_axes(spec.values),
+        spec.focus_A,
+        shape=recipe.images_shape,
+        sampling_A=recipe.images_sampling_A,
+        origin_yx_A=spec.scan_origin_yx_A,
+        rotation_deg=lattice_rotation_deg(spec.values),
+        aperture_mrad=recipe.images.aperture_mrad,
+        focal_spread_A=recipe.images.focal_spread_A,
+    )

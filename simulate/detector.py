@@ -11,11 +11,22 @@ data.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["flat_field_ripple", "overlap_matrix", "pixel_frequencies", "resample"]
+__all__ = [
+    "Resampling",
+    "flat_field_ripple",
+    "overlap_matrix",
+    "pixel_frequencies",
+    "resample",
+    "resampling",
+    "turned_overlap",
+]
 
 
 def pixel_frequencies(pixels: int, sampling_per_A: float) -> NDArray[np.float64]:
@@ -61,3 +72,116 @@ def resample(
     `rows` (Qy, Ny) and `columns` (Qx, Nx) come from `overlap_matrix`.
     """
     return np.matmul(np.matmul(rows, intensity), columns.T)
+
+
+def turned_overlap(
+    grid_yx: tuple[int, int],
+    extent_yx_A: tuple[float, float],
+    shape: tuple[int, int],
+    sampling_yx_per_A: tuple[float, float],
+    rotation_deg: float,
+) -> Any:
+    """As the product of two `overlap_matrix`, for a grid that is turned against the detector: (Qy Qx, Ny Nx), sparse.
+
+    A point of the grid at q (x, y) lies at R(rotation) q on the detector, x turning towards y, and spreads there over a
+    square along the detector's own axes: sum and centre of mass are kept as without a rotation.
+    """
+    from scipy.sparse import csr_array
+
+    (ny, nx), (ly, lx) = grid_yx, extent_yx_A
+    angle = math.radians(rotation_deg)
+    qy = np.fft.fftfreq(ny, d=ly / ny)[:, None]
+    qx = np.fft.fftfreq(nx, d=lx / nx)[None, :]
+    places = (qy * math.cos(angle) + qx * math.sin(angle), qx * math.cos(angle) - qy * math.sin(angle))
+    # Along each axis: the first of the pixels that a point's square touches, and its parts of those (points, touched).
+    firsts, parts = [], []
+    for place, pixels, sampling in zip(places, shape, sampling_yx_per_A, strict=True):
+        spread = max(1, math.ceil(1.0 / (min(extent_yx_A) * sampling) - 1e-9))  # in pixels
+        low = place.ravel() / sampling + pixels // 2 + 0.5 - spread / 2.0  # pixel p reaches from p to p + 1
+        first = np.floor(low)
+        edges = first[:, None] + np.arange(spread + 2)
+        inside = np.clip(edges, low[:, None], low[:, None] + spread)
+        firsts.append(first.astype(np.int64))
+        parts.append(np.diff(inside, axis=1) / spread)
+    rows = firsts[0][:, None, None] + np.arange(parts[0].shape[1])[None, :, None]
+    columns = firsts[1][:, None, None] + np.arange(parts[1].shape[1])[None, None, :]
+    weights = parts[0][:, :, None] * parts[1][:, None, :]  # (points, touched rows, touched columns)
+    points = np.broadcast_to(np.arange(ny * nx)[:, None, None], weights.shape)
+    hit = (rows >= 0) & (rows < shape[0]) & (columns >= 0) & (columns < shape[1]) & (weights > 0)
+    pixel = (rows * shape[1] + columns)[hit]
+    return csr_array((weights[hit], (pixel, points[hit])), shape=(shape[0] * shape[1], ny * nx))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Resampling:
+    """From patterns on a grid, (..., Ny, Nx) with zero frequency first, to a detector, (..., Qy, Qx).
+
+    Either `rows` (Qy, Ny) and `columns` (Qx, Nx), or `turned` (Qy Qx, Ny Nx), sparse.
+    """
+
+    shape: tuple[int, int]
+    rows: NDArray[np.float64] | None = None
+    columns: NDArray[np.float64] | None = None
+    turned: Any = None
+    grid_yx: tuple[int, int] = (0, 0)
+
+    def __call__(self, intensity: NDArray[np.floating]) -> NDArray[np.float64]:
+        if self.rows is not None and self.columns is not None:
+            if intensity.ndim == 2:
+                return self.rows @ intensity @ self.columns.T
+            # Columns first, in one product for all patterns: (..., Ny, Nx) -> (..., Ny, Qx) -> (..., Qy, Qx)
+            across = intensity.reshape(-1, intensity.shape[-1]) @ self.columns.T
+            return np.matmul(self.rows, across.reshape(*intensity.shape[:-1], -1))
+        flat = intensity.reshape(-1, intensity.shape[-2] * intensity.shape[-1])
+        made: NDArray[np.float64] = (self.turned @ flat.T).T  # (patterns, Qy Qx)
+        return made.reshape(*intensity.shape[:-2], *self.shape)
+
+    def of_rows(self, take: Callable[[NDArray[Any]], NDArray[Any]]) -> Resampling:
+        """For grids of which only those rows are held that `take` takes, along its first axis."""
+        if self.rows is not None:
+            return replace(self, rows=np.ascontiguousarray(take(self.rows.T).T))
+        points = np.arange(self.turned.shape[1]).reshape(self.grid_yx)
+        kept = take(points)
+        return replace(self, turned=self.turned[:, kept.ravel()], grid_yx=kept.shape)
+
+    def bands(self) -> tuple[Any, Any] | None:
+        """`rows` and `columns` as what is not zero in them, each (starts, places, weights); None where turned."""
+        if self.rows is None or self.columns is None:
+            return None
+        from scipy.sparse import csr_array
+
+        rows, columns = csr_array(self.rows), csr_array(self.columns)
+        return (rows.indptr, rows.indices, rows.data), (columns.indptr, columns.indices, columns.data)
+
+    def seen(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which rows and which columns of the grid the detector sees anything of."""
+        if self.rows is not None and self.columns is not None:
+            return np.any(self.rows != 0, axis=0), np.any(self.columns != 0, axis=0)
+        weight = self.turned.sum(axis=0).reshape(self.grid_yx)
+        return np.any(weight != 0, axis=1), np.any(weight != 0, axis=0)
+
+    def of_part(self, rows: NDArray[np.intp], columns: NDArray[np.intp], height: int) -> Resampling:
+        """For a part of the grid, these rows and columns; rows that are missing up to `height` count nothing."""
+        empty = height - len(rows)
+        if self.rows is not None and self.columns is not None:
+            part = np.pad(self.rows[:, rows], ((0, 0), (0, empty)))
+            return replace(self, rows=part, columns=np.ascontiguousarray(self.columns[:, columns]))
+        points = np.arange(self.turned.shape[1]).reshape(self.grid_yx)[np.ix_(rows, columns)].ravel()
+        held = self.turned[:, points]
+        held.resize((held.shape[0], height * len(columns)))
+        return replace(self, turned=held, grid_yx=(height, len(columns)))
+
+
+def resampling(
+    grid_yx: tuple[int, int],
+    extent_yx_A: tuple[float, float],
+    shape: tuple[int, int],
+    sampling_yx_per_A: tuple[float, float],
+    rotation_deg: float = 0.0,
+) -> Resampling:
+    """The resampling from a cell's grid to a detector against which the cell is turned by `rotation_deg`."""
+    if rotation_deg == 0.0:
+        rows, columns = (overlap_matrix(grid_yx[a], extent_yx_A[a], shape[a], sampling_yx_per_A[a]) for a in (0, 1))
+        return Resampling(shape=shape, rows=rows, columns=columns, grid_yx=grid_yx)
+    turned = turned_overlap(grid_yx, extent_yx_A, shape, sampling_yx_per_A, rotation_deg)
+    return Resampling(shape=shape, turned=turned, grid_yx=grid_yx)

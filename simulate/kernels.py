@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-__all__ = ["LINES", "advance", "enter", "intensity", "leave", "place"]
+__all__ = ["LINES", "advance", "enter", "intensity", "leave", "place", "resample"]
 
 LINES = 8  # lines that are transformed together: 8 complex64 are a cache line, and 8 lines stay in the first cache
 
@@ -72,7 +72,8 @@ def advance(
     planes_moved: Any,
     transmissions: Any,
     order: Any,
-    propagator: Any,
+    propagators: Any,
+    halved: Any,
     propagate_first: Any,
     rows: Any,
     along_y: Any,
@@ -83,10 +84,11 @@ def advance(
     """Send waves through the slices `order`: transmit, and propagate between any two (and before, if told).
 
     planes (waves, kept ky, x), padded to whole LINES, hold the state: transformed along y, not along x. transmissions
-    are (different slices, x, y), the propagator is (kept ky padded, kx); rows tells how many of ky are kept from the
-    beginning and from the end. along_y and along_x are each a pair of buffers of LINES lines, the
-    first of along_y twice: as numbers, and as in `planes_moved`, where a complex number moves as one word. plans are
-    the addresses of (forward y, backward y, forward x, backward x), call that of FFTW's function.
+    are (different slices, x, y), propagators (2, kept ky padded, kx), of which halved tells the one before each slice;
+    rows tells how many of ky are kept from the beginning and from the end. along_y and along_x are each a pair of
+    buffers of LINES lines, the first of along_y twice: as numbers, and as in `planes_moved`, where a complex number
+    moves as one word. plans are the addresses of (forward y, backward y, forward x, backward x), call that of FFTW's
+    function.
     """
     waves = planes.shape[0]
     columns, ny = transmissions.shape[1], transmissions.shape[2]
@@ -97,6 +99,7 @@ def advance(
     at_lines, at_other, at_spectrum = lines.ctypes.data, other.ctypes.data, spectrum.ctypes.data
     for step in range(order.size):
         if step > 0 or propagate_first:
+            propagator = propagators[halved[step]]
             for wave in range(waves):
                 plane = planes[wave]
                 for row in range(0, plane.shape[0], LINES):
@@ -151,9 +154,30 @@ def _to_columns(lines: Any, shift: Any, plane: Any, x: Any, first: Any, last: An
 
 
 @_compiled
-def intensity(spectrum: Any, weight: Any, out: Any) -> None:
-    """out = |spectrum|^2 weight, in float64."""
+def intensity(spectrum: Any, weight: Any, scale: Any, out: Any) -> None:
+    """out = |spectrum|^2 weight scale, in float64."""
     for j in range(out.shape[0]):
         for i in range(out.shape[1]):
             real, imag = float(spectrum[j, i].real), float(spectrum[j, i].imag)
-            out[j, i] = (real * real + imag * imag) * weight[j, i]
+            out[j, i] = (real * real + imag * imag) * (weight[j, i] * scale)
+
+
+@_compiled
+def resample(intensity: Any, rows: Any, columns: Any, line: Any, over: Any, out: Any) -> None:
+    """out (Qy, Qx) = R intensity C^T / over, with R (Qy, Ny) and C (Qx, Nx) each as (starts, places, weights).
+
+    A pixel receives from a few points alone: those of pixel q are places[starts[q]:starts[q + 1]]. `line` (Nx,) is
+    room to work in.
+    """
+    for q in range(out.shape[0]):
+        for i in range(line.size):
+            line[i] = 0.0
+        for k in range(rows[0][q], rows[0][q + 1]):
+            weight, source = rows[2][k], intensity[rows[1][k]]
+            for i in range(line.size):
+                line[i] += weight * source[i]
+        for p in range(out.shape[1]):
+            total = 0.0
+            for k in range(columns[0][p], columns[0][p + 1]):
+                total += columns[2][k] * line[columns[1][k]]
+            out[q, p] = total / over

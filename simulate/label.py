@@ -19,7 +19,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["label_bandlimit", "lattice_phases", "lattice_points", "project_label"]
+__all__ = ["label_bandlimit", "lattice_phases", "lattice_points", "project_label", "slab_weights"]
 
 
 def label_bandlimit(grid_sampling_A: float, label_sampling_A: float, antialias_cutoff: float) -> float:
@@ -90,9 +90,27 @@ def lattice_phases(
     along_i = (ky * math.cos(angle) - kx * math.sin(angle)) * sampling_A
     along_j = (ky * math.sin(angle) + kx * math.cos(angle)) * sampling_A
     origin = ky * origin_yx_A[0] + kx * origin_yx_A[1]
-    left = np.exp(2j * np.pi * (np.arange(shape[0])[:, None] * along_i + origin))
-    right = np.exp(2j * np.pi * np.arange(shape[1])[:, None] * along_j)
-    return left, right
+    return _powers(along_i, shape[0]) * np.exp(2j * np.pi * origin), _powers(along_j, shape[1])
+
+
+def _powers(turns: NDArray[np.float64], count: int) -> NDArray[np.complex128]:
+    """exp(2 pi i n turns) for n = 0 .. count - 1, (count, K): few exponentials, and a product for each of the rest.
+
+    n = 16 a + b, so that every value is one product of two exponentials: no rounding adds up.
+    """
+    step = 16
+    fine = np.exp(2j * np.pi * np.arange(min(step, count))[:, None] * turns)
+    coarse = np.exp(2j * np.pi * np.arange(0, count, step)[:, None] * turns)
+    return (coarse[:, None] * fine[None]).reshape(-1, turns.size)[:count]
+
+
+def slab_weights(slices: int, slabs: int) -> NDArray[np.float64]:
+    """What part of each slice lies in each of `slabs` slabs of equal thickness, (slabs, slices); columns sum to 1."""
+    edges = np.linspace(0.0, slices, slabs + 1)
+    starts = np.arange(slices)
+    low = np.maximum(edges[:-1, None], starts)
+    high = np.minimum(edges[1:, None], starts + 1)
+    return np.clip(high - low, 0.0, None)
 
 
 def _nyquist(shape: tuple[int, ...], extent_yx_A: tuple[float, float]) -> float:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
 from exitwave.simulate.passes import propagations
-from exitwave.simulate.propagation import KeptRows, Propagation, batch_waves, kept_rows
+from exitwave.simulate.propagation import KeptRows, Propagation, batch_waves, kept_rows, scales
+from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
 
 __all__ = ["KEPT_GRIDS", "KEPT_TRANSMISSION_BYTES", "FastSimulator"]
@@ -63,20 +64,25 @@ class FastSimulator(AbtemSimulator):
 
     def _patterns_at(self, members: Sequence[SampleSpec], slices: Slices) -> list[NDArray[np.float64]]:
         """Patterns of samples that differ in thickness alone, thinnest first, from one propagation."""
+        from exitwave.simulate import kernels
+
         spec = members[-1]
-        rows, columns = self._detector(spec)
         points = self.positions(spec)
         beam = self._beam(spec)
-        kept = beam.rows.take(rows.T).T  # (Qy, kept ky)
+        detector = self.detector(spec).of_rows(beam.rows.take)
         planes = sorted({member.exit_plane for member in members})
         out = np.empty((len(planes), len(points), *spec.recipe.detector.shape))
 
+        bands, line = detector.bands(), np.empty(spec.grid_yx[1])
+
         def detect(position: int, which: int, intensity: NDArray[np.float64]) -> None:
-            out[which, position] = kept @ intensity @ columns.T / beam.incident
+            if bands is None:
+                out[which, position] = detector(intensity) / beam.incident
+            else:
+                kernels.resample(intensity, *bands, line, beam.incident, out[which, position])
 
         self._propagate(spec, beam, slices, points, planes, detect)
-        shaped = out.reshape(len(planes), *spec.recipe.scan.shape, *spec.recipe.detector.shape)
-        return [shaped[planes.index(member.exit_plane)] for member in members]
+        return [scan_patterns(spec, out[planes.index(member.exit_plane)]) for member in members]
 
     def exit_intensity(self, spec: SampleSpec, slices: Slices, points_yx: NDArray[np.float64]) -> NDArray[np.float64]:
         """Diffraction intensity on the whole grid, (positions, Ny, Nx), zero frequency first; not normalised."""
@@ -127,23 +133,24 @@ class FastSimulator(AbtemSimulator):
         (ny, nx), (ly, lx) = spec.grid_yx, spec.structure.extent_yx_A
         ky = beam.rows.take(np.fft.fftfreq(ny, ly / ny))
         kx = np.fft.fftfreq(nx, lx / nx)
-        points = self.real.type(ny * nx)
+        powers = scales(ny * nx, exit_planes[-1])
         weight = np.abs(beam.propagator.astype(np.complex128)) ** 2
         intensity = np.empty((len(beam.rows), nx))
 
         def observe(position: int, which: int, spectrum: NDArray[np.complexfloating]) -> None:
-            kernels.intensity(spectrum, weight, intensity)
+            kernels.intensity(spectrum, weight, powers.made_good[exit_planes[which]], intensity)
             detect(position, which, intensity)
 
         self._propagation(spec.grid_yx, beam.rows).run(
-            probe=beam.probe / points,
+            probe=beam.probe * self.real.type(powers.larger),
             shifts=[
                 (np.exp(-2j * np.pi * y * ky).astype(self.complex), np.exp(-2j * np.pi * x * kx).astype(self.complex))
                 for y, x in points_yx
             ],
             transmissions=self.bandlimited(spec, slices, beam.aperture),
             order=slices.order,
-            propagator=beam.propagator / points,
+            propagator=beam.propagator,
+            scales=powers,
             exit_planes=exit_planes,
             observe=observe,
         )

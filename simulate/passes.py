@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 
+from exitwave.simulate.scanning import probe_count
 from exitwave.simulate.tasks import SampleSpec
 
 __all__ = ["PASS_BYTES", "pass_key", "passes", "propagation_key", "propagations"]
@@ -41,15 +42,14 @@ def pass_key(spec: SampleSpec) -> Hashable:
 
 def propagation_key(spec: SampleSpec) -> Hashable:
     """Equal for samples of one pass that differ in thickness alone: the same waves, seen at different exit planes."""
-    return (spec.scan_origin_yx_A, tuple(spec.values.items()))
+    return (spec.scan_origin_yx_A, spec.scan_jitter_seed, tuple(spec.values.items()))
 
 
 def passes(specs: Sequence[SampleSpec]) -> Iterator[list[SampleSpec]]:
     """Neighbours that share a pass, in order; a pass whose patterns would fill the memory is cut into several."""
     for _, members in groupby(specs, key=pass_key):
         shared = list(members)
-        recipe = shared[0].recipe
-        each = 8 * math.prod(recipe.scan.shape) * math.prod(recipe.detector.shape)
+        each = 8 * max(map(probe_count, shared)) * math.prod(shared[0].recipe.detector.shape)
         most = max(1, PASS_BYTES // each)
         for start in range(0, len(shared), most):
             yield shared[start : start + most]

@@ -9,6 +9,8 @@ __all__ = [
     "ANTIALIAS_CUTOFF",
     "ANTIALIAS_TAPER",
     "antialias_angle_mrad",
+    "atomic_number",
+    "chemical_symbol",
     "interaction_parameter",
     "probe_radius_A",
     "slices_per_period",
@@ -80,3 +82,20 @@ def probe_radius_A(values: Mapping[str, float], thickness_A: float) -> float:
         + abs(values["C50_A"]) * alpha**5
     )
     return airy + rays
+
+
+def atomic_number(symbol: str) -> int:
+    """Z of an element. ValueError for what is none."""
+    from ase.data import atomic_numbers
+
+    number = int(atomic_numbers.get(symbol, 0))
+    if number == 0:
+        raise ValueError(f"{symbol!r} is no chemical element; symbols such as Ga expected")
+    return number
+
+
+def chemical_symbol(number: int) -> str:
+    """The element of atomic number Z."""
+    from ase.data import chemical_symbols
+
+    return str(chemical_symbols[number])

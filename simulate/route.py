@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from exitwave.simulate.distributions import bounds
+from exitwave.simulate.scanning import probe_count
 from exitwave.simulate.tasks import SampleSpec
 
 __all__ = ["PassCost", "beam_count", "pass_cost", "route", "settings_per_pass", "window_points"]
@@ -74,7 +75,7 @@ def pass_cost(spec: SampleSpec, *, slices: float | None = None) -> PassCost:
     if slices is None:
         least, most = bounds(spec.recipe.sampling.thickness_A)
         slices = max(1.0, (least + (most - least) * planes / (planes + 1)) / spec.structure.slice_thickness_A)
-    probes = math.prod(spec.recipe.scan.shape)
+    probes = probe_count(spec)
     (ny, nx), (qy, qx) = spec.grid_yx, spec.recipe.detector.shape
     points = ny * nx
     through = slices * points * _SLICE * max(1.0, points / 128**2) ** _SLICE_GROWTH

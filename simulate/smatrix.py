@@ -25,9 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exitwave.simulate.abtem_backend import Slices
+from exitwave.simulate.detector import Resampling
 from exitwave.simulate.multislice import FastSimulator
-from exitwave.simulate.propagation import KeptRows, kept_rows
+from exitwave.simulate.propagation import KeptRows, kept_rows, scales
 from exitwave.simulate.route import route
+from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
 
 __all__ = ["MATRIX_BYTES", "AutoSimulator", "SMatrixSimulator", "beams_of"]
@@ -49,8 +51,7 @@ class _Window:
     tile_rows: int
     tiles: int
     weight: NDArray[np.float64]  # (tiles, tile rows * columns): what the antialias aperture leaves of an intensity
-    detector_rows: NDArray[np.float64]  # (tiles, Qy, tile rows)
-    detector_columns: NDArray[np.float64]  # (columns, Qx)
+    detectors: tuple[Resampling, ...]  # what falls from each tile onto the detector
 
 
 def beams_of(spec: SampleSpec) -> NDArray[np.intp]:
@@ -87,31 +88,27 @@ class SMatrixSimulator(FastSimulator):
             np.zeros((len(front), *member.recipe.detector.shape)) for front, member in zip(fronts, members, strict=True)
         ]
         transmissions = self.bandlimited(spec, slices, optics.aperture)
+        made_good = scales(spec.grid_yx[0] * spec.grid_yx[1], planes[-1]).made_good
         for first, matrix in self._bands(spec, rows, propagator, transmissions, slices, planes, beams_yx, window):
             for member, front, out in zip(members, fronts, found, strict=True):
-                self._reduce(front, matrix[planes.index(member.exit_plane)], first, window, out)
-        return [
-            out.reshape(*member.recipe.scan.shape, *member.recipe.detector.shape)
-            for member, out in zip(members, found, strict=True)
-        ]
+                plane = member.exit_plane
+                self._reduce(front, matrix[planes.index(plane)], made_good[plane], first, window, out)
+        return [scan_patterns(member, out) for member, out in zip(members, found, strict=True)]
 
     def _window(self, spec: SampleSpec, rows: KeptRows, weight: NDArray[np.float64]) -> _Window:
-        detector_rows, detector_columns = self._detector(spec)
-        kept = rows.take(detector_rows.T)  # (kept ky, Qy)
-        seen_rows = np.flatnonzero(kept.any(axis=1))
-        seen_columns = np.flatnonzero(detector_columns.any(axis=0))
+        detector = self.detector(spec).of_rows(rows.take)
+        seen_rows, seen_columns = (np.flatnonzero(seen) for seen in detector.seen())
         tile_rows = max(1, _TILE_POINTS // len(seen_columns))
         tiles = -(-len(seen_rows) // tile_rows)
         padding = ((0, tiles * tile_rows - len(seen_rows)), (0, 0))
-        in_tiles = np.pad(kept[seen_rows], padding).reshape(tiles, tile_rows, -1)
+        cuts = (seen_rows[start : start + tile_rows] for start in range(0, len(seen_rows), tile_rows))
         return _Window(
             rows=seen_rows,
             columns=seen_columns,
             tile_rows=tile_rows,
             tiles=tiles,
             weight=np.pad(weight[np.ix_(seen_rows, seen_columns)], padding).reshape(tiles, -1),
-            detector_rows=np.ascontiguousarray(in_tiles.transpose(0, 2, 1)),
-            detector_columns=np.ascontiguousarray(detector_columns[:, seen_columns].T),
+            detectors=tuple(detector.of_part(cut, seen_columns, tile_rows) for cut in cuts),
         )
 
     def _front(self, spec: SampleSpec, beams_yx: NDArray[np.intp]) -> NDArray[np.complexfloating]:
@@ -145,7 +142,8 @@ class SMatrixSimulator(FastSimulator):
         # A beam is a plane wave of amplitude 1: one point of its transform, over the number of points of the grid.
         one_y, one_x = (np.eye(count, dtype=self.complex) for count in (ny, nx))
         beams = [(rows.take(one_y[y]), one_x[x]) for y, x in beams_yx]
-        unit = np.full((len(rows), nx), 1.0 / (ny * nx), dtype=self.complex)
+        powers = scales(ny * nx, planes[-1])
+        unit = np.full((len(rows), nx), powers.larger, dtype=self.complex)
         for first in range(0, window.tiles, most):
             count = min(most, window.tiles - first)
             matrix = np.zeros((len(planes), count, len(beams_yx), points), dtype=self.complex)
@@ -169,7 +167,8 @@ class SMatrixSimulator(FastSimulator):
                 shifts=beams,
                 transmissions=transmissions,
                 order=slices.order,
-                propagator=propagator / self.real.type(ny * nx),
+                propagator=propagator,
+                scales=powers,
                 exit_planes=planes,
                 observe=keep,
             )
@@ -179,11 +178,12 @@ class SMatrixSimulator(FastSimulator):
         self,
         front: NDArray[np.complexfloating],
         matrix: NDArray[np.complexfloating],
+        scale: float,
         first: int,
         window: _Window,
         out: NDArray[np.float64],
     ) -> None:
-        """Adds to `out` (positions, Qy, Qx) what the tiles of `matrix` (tiles, beams, points of a tile) hold.
+        """Adds to `out` (positions, Qy, Qx) `scale` times what the tiles of `matrix` (tiles, beams, points) hold.
 
         Each product has one shape for a sample; BLAS rounds a product of another shape differently.
         """
@@ -195,10 +195,9 @@ class SMatrixSimulator(FastSimulator):
             for index, tile in enumerate(matrix, start=first):
                 psi = block @ tile  # (positions, points of a tile)
                 intensity = psi.real.astype(np.float64) ** 2 + psi.imag.astype(np.float64) ** 2
-                intensity *= window.weight[index]
-                across = intensity.reshape(-1, len(window.columns)) @ window.detector_columns
-                across = across.reshape(positions, window.tile_rows, -1)[: len(some)]
-                out[start : start + positions] += np.matmul(window.detector_rows[index], across)
+                intensity *= window.weight[index] * scale
+                patterns = window.detectors[index](intensity.reshape(positions, window.tile_rows, -1))
+                out[start : start + positions] += patterns[: len(some)]
 
 
 class AutoSimulator(SMatrixSimulator):

@@ -16,6 +16,8 @@ from pydantic import Field, field_validator, model_validator
 from exitwave.ingest.strict_model import StrictModel
 from exitwave.simulate.distributions import Distribution, bounds, parse
 from exitwave.simulate.fan_out import FanOut
+from exitwave.simulate.outputs import ImagesSpec, VolumeSpec
+from exitwave.simulate.physics import atomic_number
 
 __all__ = [
     "BuilderCall",
@@ -190,6 +192,9 @@ _RANGES: dict[str, tuple[float, float, str, str]] = {
     "tilt_y_mrad": (-100, 100, "mrad", "given in degrees?"),
     "thickness_A": (0.1, 1e5, "Å", "given in nm?"),
     "scan_rotation_deg": (-360, 360, "degrees", "given in mrad?"),
+    "crystal_rotation_deg": (-360, 360, "degrees", "given in mrad?"),
+    "source_fwhm_A": (0, 100, "Å", "given in pm?"),
+    "scan_jitter_A": (0, 10, "Å", "given in pm?"),
     "phi12_deg": (-360, 360, "degrees", ""),
     "phi21_deg": (-360, 360, "degrees", ""),
     "phi23_deg": (-360, 360, "degrees", ""),
@@ -209,6 +214,10 @@ class SamplingSpec(StrictModel):
     of the structure: the number nearest to the value drawn, within the bounds of its distribution where one fits. Each
     sample records the thickness that was simulated. `touching_discs` takes lambda / (2 d) for the semi-angle, d the
     spacing of the reflection that gave the zone axis, in place of `semiangle_mrad`.
+
+    `crystal_rotation_deg` turns the crystal in its plane against detector and scan. `source_fwhm_A` is the width of the
+    source's image, at least two steps of the scan (or 0), and `scan_jitter_A` the standard deviation of a position
+    along y and along x: both act in the simulation, for good.
     """
 
     energy_keV: Distribution = 200.0
@@ -231,6 +240,9 @@ class SamplingSpec(StrictModel):
     tilt_y_mrad: Distribution = 0.0
     thickness_A: Distribution = 50.0
     scan_rotation_deg: Distribution = 0.0
+    crystal_rotation_deg: Distribution = 0.0
+    source_fwhm_A: Distribution = 0.0
+    scan_jitter_A: Distribution = 0.0
     scan_origin: Literal["random"] | tuple[OriginA, OriginA] = "random"
 
     @field_validator(*_RANGES, mode="before")
@@ -310,18 +322,35 @@ class DetectorSpec(StrictModel):
         return self.max_angle_mrad * 1e-3 / wavelength_A
 
 
+RmsA = Annotated[float, Field(ge=0, le=1)]
+
+
 class PhononSpec(StrictModel):
-    """Frozen phonons: `count` displaced configurations (0: static atoms), `rms_A` along each axis."""
+    """Frozen phonons: `count` displaced configurations (0: static atoms), `rms_A` along each axis.
+
+    `rms_A` is one number for all atoms or one for each element, `{Ga: 0.08, As: 0.07}`, every element named.
+    """
 
     count: int = Field(default=0, ge=0, le=1000)
-    rms_A: float = Field(default=0.08, ge=0, le=1)
+    rms_A: RmsA | dict[str, RmsA] = 0.08
+
+    @field_validator("rms_A")
+    @classmethod
+    def _elements(cls, value: float | dict[str, float]) -> float | dict[str, float]:
+        for symbol in value if isinstance(value, dict) else ():
+            atomic_number(symbol)
+        return value
 
 
 class LabelSpec(StrictModel):
-    """The projected potential over exactly the scanned field. `blur_A` is the standard deviation of its Gaussian."""
+    """The projected potential over exactly the scanned field. `blur_A` is the standard deviation of its Gaussian.
+
+    `atoms`: where they rest, or the mean over the frozen phonons' configurations that the patterns are a mean of.
+    """
 
     shape: tuple[int, int] = (32, 32)
     blur_A: float = Field(default=0.3, ge=0, le=10)
+    atoms: Literal["static", "phonon-mean"] = "static"
 
     @field_validator("shape")
     @classmethod
@@ -354,9 +383,12 @@ class Recipe(StrictModel):
     detector: DetectorSpec = DetectorSpec(max_q_per_A=1.5)
     phonons: PhononSpec = PhononSpec()
     label: LabelSpec = LabelSpec()
-    fields: tuple[Literal["cbed", "potential"], ...] = Field(default=("cbed", "potential"), min_length=1)
+    fields: tuple[Literal["cbed", "potential"], ...] = ("cbed", "potential")
+    # Each of these sections adds its own field.
+    images: ImagesSpec | None = None
+    volume: VolumeSpec | None = None
     # How a field of intensities is stored; readers give float32 values whatever it is.
-    encoding: dict[Literal["cbed"], Literal["sqrt-f2"]] = Field(default_factory=dict)
+    encoding: dict[Literal["cbed", "images"], Literal["sqrt-f2"]] = Field(default_factory=dict)
     storage: StorageSpec = StorageSpec()
 
     @model_validator(mode="after")
@@ -373,11 +405,41 @@ class Recipe(StrictModel):
                 f"label.shape {list(self.label.shape)} over scan.shape {list(self.scan.shape)} makes pixels of "
                 f"{rows:g} x {columns:g} Å; the two shapes must be in one proportion"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _outputs(self) -> Recipe:
         if len(set(self.fields)) != len(self.fields):
             raise ValueError(f"fields: each name once expected, came {list(self.fields)}")
-        if extra := [name for name in self.encoding if name not in self.fields]:
-            raise ValueError(f"encoding: {extra[0]} is not among the fields {list(self.fields)}")
+        if not self.array_fields:
+            raise ValueError("fields: none, and neither images nor volume: a sample would hold nothing")
+        if extra := [name for name in self.encoding if name not in self.array_fields]:
+            raise ValueError(f"encoding: {extra[0]} is not among the fields {list(self.array_fields)}")
+        if self.label.atoms == "phonon-mean" and not self.phonons.count:
+            raise ValueError("label.atoms: phonon-mean needs phonons.count of at least 1")
+        if self.images is not None and self.images.shape is not None:
+            rows, columns = (n / m for n, m in zip(self.images.shape, self.label.shape, strict=True))
+            if not math.isclose(rows, columns, rel_tol=1e-9):
+                raise ValueError(
+                    f"images.shape {list(self.images.shape)} and label.shape {list(self.label.shape)} must be in one "
+                    "proportion: both cover the scanned field"
+                )
         return self
+
+    @property
+    def array_fields(self) -> tuple[str, ...]:
+        """The names of all fields of a sample, in their order."""
+        images = ("images", "focus_A") if self.images is not None else ()
+        return (*self.fields, *images, *(("volume",) if self.volume is not None else ()))
+
+    @property
+    def images_shape(self) -> tuple[int, int]:
+        return (self.images.shape if self.images is not None else None) or self.label.shape
+
+    @property
+    def images_sampling_A(self) -> float:
+        """Width of an image's pixel: the scanned field over the images' shape."""
+        return self.scan.shape[0] * self.scan.step_A / self.images_shape[0]
 
     @property
     def label_sampling_A(self) -> float:

@@ -9,27 +9,34 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exitwave.ingest.codecs import ENCODINGS
-from exitwave.ingest.encoding import LARGEST_VALUE, sqrt_scale
-from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, STANDARD_FIELDS, FieldSpec
+from exitwave.ingest.records import StructureInfo
+from exitwave.ingest.schema import MAX_PHONON_ELEMENTS, PARAMS_DTYPE, SHARD_VERSION, FieldSpec
 from exitwave.simulate.distributions import bounds, draw, uniform_stream
 from exitwave.simulate.label import label_bandlimit
+from exitwave.simulate.outputs import fields_of
 from exitwave.simulate.physics import (
     ANTIALIAS_CUTOFF,
     ANTIALIAS_TAPER,
     antialias_angle_mrad,
+    atomic_number,
+    chemical_symbol,
     probe_radius_A,
     smooth_size,
     wavelength_A,
 )
 from exitwave.simulate.spec import Recipe
+
+if TYPE_CHECKING:
+    from exitwave.ingest.shard import ShardWriter
+    from exitwave.simulate.simulator import Sample
 
 __all__ = [
     "SampleSpec",
@@ -39,8 +46,13 @@ __all__ = [
     "draw_sample",
     "fields_of",
     "reject_sample",
+    "rounded",
     "whole_slices",
 ]
+
+
+# Parameters that version 2 added; at zero they are not there.
+_LATER = frozenset({"crystal_rotation_deg", "source_fwhm_A", "scan_jitter_A"})
 
 
 def canonical_json(value: Any) -> str:
@@ -90,6 +102,19 @@ class StructureSpec:
         y, x = self.extent_yx_A
         return smooth_size(y / sampling_A), smooth_size(x / sampling_A)
 
+    def info(self) -> StructureInfo:
+        """The structure as shard and manifest tell of it."""
+        return StructureInfo(
+            index=self.index,
+            formula=self.formula,
+            space_group=self.space_group,
+            prototype_group=self.prototype_group,
+            source=self.source,
+            licence=self.licence,
+            sha256=self.key,
+            zone_axis=self.zone_axis,
+        )
+
     def tiled(self, repeat_z: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Numbers (m,), positions (m, 3) and lengths (3,) of the supercell, columns (x, y, z)."""
         nx, ny = self.repeat_xy
@@ -113,11 +138,26 @@ class SampleSpec:
     exit_plane: int
     scan_origin_yx_A: tuple[float, float]
     phonon_seed: int
+    scan_jitter_seed: int = 0
 
     @property
     def thickness_A(self) -> float:
         """The thickness that is really simulated: whole slices to the exit plane."""
         return self.exit_plane * self.structure.slice_thickness_A
+
+    @property
+    def focus_A(self) -> tuple[float, ...]:
+        """The focus of each image of the series: the recipe's steps about the sample's defocus."""
+        images = self.recipe.images
+        return tuple(self.values["defocus_A"] + step for step in images.focus_A) if images is not None else ()
+
+    def phonon_rms_A(self, numbers: np.ndarray) -> np.ndarray:
+        """RMS displacement along each axis of atoms of these atomic numbers (m,), Å. KeyError for one without."""
+        rms = self.recipe.phonons.rms_A
+        if isinstance(rms, float):
+            return np.full(len(numbers), rms)
+        by_number = {atomic_number(symbol): value for symbol, value in rms.items()}
+        return np.array([by_number[int(number)] for number in numbers])
 
     @property
     def wavelength_A(self) -> float:
@@ -156,13 +196,22 @@ class SampleSpec:
             "grid": recipe.grid.model_dump(exclude={"max_gpts"}),
             "scan": recipe.scan.model_dump(),
             "detector": recipe.detector.model_dump(),
-            "label": recipe.label.model_dump(),
+            "label": recipe.label.model_dump(exclude={"atoms"}),
             "phonons": recipe.phonons.model_dump(),
             "phonon_seed": self.phonon_seed,
-            "values": dict(self.values),
+            "values": {name: value for name, value in self.values.items() if value != 0.0 or name not in _LATER},
             "exit_plane": self.exit_plane,
             "scan_origin": self.scan_origin_yx_A,
         }
+        # What came later takes part where it is used, so that samples without it keep their uid.
+        if recipe.label.atoms != "static":
+            content["label_atoms"] = recipe.label.atoms
+        if recipe.images is not None:
+            content["images"] = recipe.images.model_dump()
+        if recipe.volume is not None:
+            content["volume"] = recipe.volume.model_dump()
+        if self.scan_jitter_seed:
+            content["scan_jitter_seed"] = self.scan_jitter_seed
         if recipe.grid.slice_thickness_A == "d_hkl":
             content["reflection"] = self.structure.reflection
         digest = hashlib.blake2b(canonical_json(content).encode(), digest_size=8, person=b"exitwave-uid-1").digest()
@@ -186,7 +235,6 @@ class SampleSpec:
             "potential_sampling_A": recipe.label_sampling_A,
             "scan_origin_y_A": self.scan_origin_yx_A[0],
             "scan_origin_x_A": self.scan_origin_yx_A[1],
-            "crystal_rotation_deg": 0.0,
             "zone_axis": structure.zone_axis,
             "inplane_axis": structure.inplane_axis,
             "strain": structure.strain,
@@ -203,7 +251,10 @@ class SampleSpec:
             "antialias_taper": ANTIALIAS_TAPER,
             "phonon_count": recipe.phonons.count,
             "phonon_seed": self.phonon_seed,
-            "phonon_rms_A": recipe.phonons.rms_A if recipe.phonons.count else 0.0,
+            **self._phonon_params(),
+            "scan_jitter_seed": self.scan_jitter_seed,
+            "label_phonon_mean": recipe.label.atoms == "phonon-mean",
+            "volume_slab_A": self.thickness_A / recipe.volume.slabs if recipe.volume is not None else 0.0,
             "captured_fraction": captured_fraction,
             "label_blur_A": recipe.label.blur_A,
             "label_bandlimit_per_A": self.label_bandlimit_per_A,
@@ -213,10 +264,27 @@ class SampleSpec:
             "sample_index": self.sample_index,
             "split": self.split.encode(),
         }
+        if recipe.images is not None:
+            given["images_sampling_A"] = recipe.images_sampling_A
+            given["images_aperture_mrad"] = recipe.images.aperture_mrad or 0.0
+            given["images_focal_spread_A"] = recipe.images.focal_spread_A
         for name, value in given.items():
             row[name] = value
         record: np.void = row[0]
         return record
+
+    def _phonon_params(self) -> dict[str, Any]:
+        """`phonon_rms_A` over all atoms, and each element's own where the recipe tells them apart."""
+        if not self.recipe.phonons.count:
+            return {"phonon_rms_A": 0.0}
+        numbers = np.asarray(self.structure.numbers)
+        given: dict[str, Any] = {"phonon_rms_A": float(np.sqrt((self.phonon_rms_A(numbers) ** 2).mean()))}
+        if not isinstance(self.recipe.phonons.rms_A, float):
+            elements = np.unique(numbers)
+            padding = (0, MAX_PHONON_ELEMENTS - len(elements))
+            given["phonon_elements"] = np.pad(elements, padding)
+            given["phonon_element_rms_A"] = np.pad(self.phonon_rms_A(elements), padding)
+        return given
 
 
 def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, split: str) -> SampleSpec:
@@ -228,14 +296,14 @@ def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, spl
     drawn_by, parts = recipe.fan_out.numbers(sample_index)
     key = f"{structure.key}|{','.join(map(str, structure.zone_axis))}"
     values = {
-        name: _rounded(draw(d, seed=seed, structure_key=key, sample=drawn_by, name=name, part=parts.get(name, (0, 1))))
+        name: rounded(draw(d, seed=seed, structure_key=key, sample=drawn_by, name=name, part=parts.get(name, (0, 1))))
         for name, d in recipe.sampling.drawn().items()
     }
     if recipe.sampling.touching_discs:
-        values["semiangle_mrad"] = _rounded(1e3 * wavelength_A(values["energy_keV"]) / (2.0 * structure.reflection_d_A))
+        values["semiangle_mrad"] = rounded(1e3 * wavelength_A(values["energy_keV"]) / (2.0 * structure.reflection_d_A))
     if recipe.sampling.scan_origin == "random":
         y, x = (
-            _rounded(length * next(uniform_stream(seed, key, drawn_by, f"scan_origin_{axis}")))
+            rounded(length * next(uniform_stream(seed, key, drawn_by, f"scan_origin_{axis}")))
             for axis, length in zip("yx", structure.extent_yx_A, strict=True)
         )
     else:
@@ -243,6 +311,9 @@ def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, spl
     phonon_seed = 0
     if recipe.phonons.count:
         phonon_seed = int(next(uniform_stream(seed, key, drawn_by, "phonon_seed")) * 2**53)
+    jitter_seed = 0
+    if values["scan_jitter_A"]:
+        jitter_seed = int(next(uniform_stream(seed, key, drawn_by, "scan_jitter_seed")) * 2**53)
     wanted = values.pop("thickness_A")
     return SampleSpec(
         structure=structure,
@@ -253,10 +324,11 @@ def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, spl
         exit_plane=whole_slices(wanted, structure.slice_thickness_A, bounds(recipe.sampling.thickness_A)),
         scan_origin_yx_A=(y, x),
         phonon_seed=phonon_seed,
+        scan_jitter_seed=jitter_seed,
     )
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Twelve digits: the last bits of a logarithm differ between C libraries, and a uid must not."""
     return float(f"{value:.12g}")
 
@@ -282,6 +354,8 @@ def reject_sample(spec: SampleSpec) -> str | None:
             f"the probe's radius of {radius:.1f} Å exceeds a quarter of the cell ({room:.1f} Å); "
             f"cell.min_extent_A of {math.ceil(least)} would hold it"
         )
+    if (reason := _reject_outputs(spec)) is not None:
+        return reason
     limit = antialias_angle_mrad(spec.values["energy_keV"], spec.grid_sampling_A)
     widest = 1e3 * spec.recipe.detector.max_q(spec.wavelength_A) * spec.wavelength_A
     if widest > limit:
@@ -296,25 +370,37 @@ def reject_sample(spec: SampleSpec) -> str | None:
     return None
 
 
-def fields_of(recipe: Recipe) -> tuple[FieldSpec, ...]:
-    """The array fields of a sample, in the order of the recipe."""
-    shapes = {"cbed": (*recipe.scan.shape, *recipe.detector.shape), "potential": recipe.label.shape}
-    encodings: dict[str, str] = {str(name): str(kind) for name, kind in recipe.encoding.items()}
-    return tuple(_field(name, shapes[name], encodings.get(name, "")) for name in recipe.fields)
-
-
-def _field(name: str, shape: tuple[int, ...], encoding: str) -> FieldSpec:
-    axes, unit, meaning = STANDARD_FIELDS[name]
-    return FieldSpec(
-        name=name,
-        dtype=ENCODINGS[encoding].stored_dtype if encoding else "<f4",
-        shape=shape,
-        axes=axes,
-        unit=unit,
-        meaning=meaning,
-        encoding=encoding,
-        scale=sqrt_scale(LARGEST_VALUE[name]) if encoding else 1.0,
-    )
+def _reject_outputs(spec: SampleSpec) -> str | None:
+    recipe = spec.recipe
+    source, step = spec.values["source_fwhm_A"], recipe.scan.step_A
+    if 0.0 < source < 2.0 * step * (1.0 - 1e-9):
+        return (
+            f"the source's image of {source:g} Å is less than twice the scan's step of {step:g} Å, too few positions "
+            f"to average over; scan.step_A of {source / 2:g} would do"
+        )
+    if recipe.phonons.count and not isinstance(recipe.phonons.rms_A, float):
+        elements = {int(number) for number in spec.structure.numbers}
+        missing = elements - {atomic_number(symbol) for symbol in recipe.phonons.rms_A}
+        if missing:
+            return f"phonons.rms_A names no displacement for {', '.join(chemical_symbol(n) for n in sorted(missing))}"
+        if len(elements) > MAX_PHONON_ELEMENTS:
+            return f"{len(elements)} elements with displacements of their own, at most {MAX_PHONON_ELEMENTS} have room"
+    if recipe.volume is not None and recipe.volume.slabs > spec.exit_plane:
+        return (
+            f"volume.slabs of {recipe.volume.slabs} for {spec.exit_plane} slices of "
+            f"{spec.structure.slice_thickness_A:.3g} Å: there is nothing between slices; fewer slabs, a smaller "
+            "grid.slice_thickness_A or a larger thickness_A"
+        )
+    if recipe.images is not None:
+        passed = antialias_angle_mrad(spec.values["energy_keV"], spec.grid_sampling_A)
+        passed = min(passed, recipe.images.aperture_mrad or passed)
+        widest = 1e-3 * passed / spec.wavelength_A
+        if recipe.images_sampling_A > 1.0 / (2.0 * widest) * (1.0 + 1e-9):
+            return (
+                f"images of {recipe.images_sampling_A:.3g} Å a pixel undersample a wave of {passed:.1f} mrad; "
+                f"images.shape for {1.0 / (2.0 * widest):.3g} Å, or an images.aperture_mrad, would do"
+            )
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +419,56 @@ class TaskSpec:
     @property
     def task_id(self) -> str:
         return f"task-{self.index:06d}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.structure.source,)
+
+    @property
+    def fields(self) -> tuple[FieldSpec, ...]:
+        return fields_of(self.recipe)
+
+    @property
+    def params_dtype(self) -> np.dtype[Any]:
+        return PARAMS_DTYPE
+
+    @property
+    def compression(self) -> str:
+        return self.recipe.storage.compression
+
+    def estimated_seconds(self) -> float:
+        """On one core, by the model of the cost."""
+        from exitwave.simulate.cost import estimate_seconds
+
+        return sum(estimate_seconds(sample, self.simulator) for sample in self.samples())
+
+    def prepare(self, dataset: Path) -> dict[str, str]:
+        """Import the simulator, take the data set's wisdom. Returns versions."""
+        from exitwave.simulate.simulator import prepared_simulator
+        from exitwave.simulate.wisdom import use_wisdom
+
+        simulator = prepared_simulator(self.simulator)
+        use_wisdom(dataset)
+        return {"simulator": self.simulator, "simulator_version": simulator.version}
+
+    def simulate(self) -> Iterator[Sample]:
+        """The samples, simulated, in order."""
+        from exitwave.simulate.simulator import prepared_simulator
+
+        return prepared_simulator(self.simulator).simulate(self.samples())
+
+    def add_structures(self, writer: ShardWriter) -> None:
+        """The crystal as simulated."""
+        structure = self.structure
+        numbers, positions, lengths = structure.tiled(1)
+        writer.add_structure(
+            structure.info(),
+            numbers=numbers,
+            positions_A=positions,
+            cell_A=np.diag(lengths),
+            pbc=np.ones(3, dtype=bool),
+            wyckoff=structure.wyckoff,
+        )
 
     def samples(self) -> tuple[SampleSpec, ...]:
         """The samples of this task, drawn anew; the same wherever this runs."""

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from exitwave.simulate.detector import overlap_matrix, resample
-from exitwave.simulate.imaging import objective
-from exitwave.simulate.label import lattice_points, project_label
+from exitwave.ingest.errors import UsageError
+from exitwave.simulate.detector import resampling
+from exitwave.simulate.imaging import focal_images, objective
+from exitwave.simulate.label import project_label
 from exitwave.simulate.physics import ANTIALIAS_CUTOFF, ANTIALIAS_TAPER, interaction_parameter
+from exitwave.simulate.scanning import in_cell_axes, lattice_rotation_deg, probe_positions, scan_patterns
 from exitwave.simulate.simulator import Sample
 from exitwave.simulate.tasks import SampleSpec
 from exitwave.simulate.threads import single_threaded
@@ -74,36 +77,51 @@ class WeakPhaseSimulator:
 
     def _simulate(self, spec: SampleSpec) -> Sample:
         recipe, extent, grid = spec.recipe, spec.structure.extent_yx_A, spec.grid_yx
+        if recipe.volume is not None or recipe.label.atoms != "static":
+            raise UsageError("the simulator weak-phase knows neither slabs nor phonons: `simulator: fast` does")
+        values = in_cell_axes(spec.values)
+        rotation = lattice_rotation_deg(spec.values)
         projected = wentzel_projected(spec)
-        transmission = np.exp(1j * interaction_parameter(spec.values["energy_keV"]) * projected)
-        spectrum = probe_spectrum(spec.values, grid, extent)
-        shape, q = recipe.detector.shape, spec.q_sampling_yx_per_A
-        rows, columns = (overlap_matrix(grid[a], extent[a], shape[a], q[a]) for a in (0, 1))
+        transmission = np.exp(1j * interaction_parameter(values["energy_keV"]) * projected)
+        spectrum = probe_spectrum(values, grid, extent)
+        turn = values["crystal_rotation_deg"]
+        detect = resampling(grid, extent, recipe.detector.shape, spec.q_sampling_yx_per_A, turn)
         ky = np.fft.fftfreq(grid[0], d=extent[0] / grid[0])[:, None]
         kx = np.fft.fftfreq(grid[1], d=extent[1] / grid[1])[None, :]
-        rotation = spec.values["scan_rotation_deg"]
-        points = lattice_points(recipe.scan.shape, recipe.scan.step_A, spec.scan_origin_yx_A, rotation)
-        cbed = np.empty((*recipe.scan.shape, *shape))
-        for i, j in np.ndindex(*recipe.scan.shape):
-            y, x = points[i, j]
+        points = probe_positions(spec)
+        patterns = np.empty((len(points), *recipe.detector.shape))
+        for pattern, (y, x) in zip(patterns, points, strict=True):
             probe = np.fft.ifft2(spectrum * np.exp(-2j * np.pi * (ky * y + kx * x)))
-            intensity = np.abs(np.fft.fft2(probe * transmission)) ** 2
-            cbed[i, j] = resample(intensity, rows, columns)
+            pattern[...] = detect(np.abs(np.fft.fft2(probe * transmission)) ** 2)
+        cbed = scan_patterns(spec, patterns)
+        where: dict[str, Any] = {"origin_yx_A": spec.scan_origin_yx_A, "rotation_deg": rotation}
         label = project_label(
             projected,
             extent,
             shape=recipe.label.shape,
             sampling_A=recipe.label_sampling_A,
-            origin_yx_A=spec.scan_origin_yx_A,
-            rotation_deg=rotation,
             blur_A=recipe.label.blur_A,
             bandlimit_per_A=spec.label_bandlimit_per_A,
+            **where,
         )
-        arrays = {"cbed": cbed.astype(np.float32), "potential": label.astype(np.float32)}
+        arrays = {"cbed": cbed, "potential": label}
+        if recipe.images is not None:
+            arrays["focus_A"] = np.array(spec.focus_A)
+            arrays["images"] = focal_images(
+                np.fft.fft2(transmission) / transmission.size,
+                extent,
+                values,
+                spec.focus_A,
+                shape=recipe.images_shape,
+                sampling_A=recipe.images_sampling_A,
+                aperture_mrad=recipe.images.aperture_mrad,
+                focal_spread_A=recipe.images.focal_spread_A,
+                **where,
+            )
         params = spec.params(captured_fraction=float(cbed.sum(axis=(-2, -1)).mean()))
         params["simulator"] = self.name.encode()
         return Sample(
             uid=spec.uid,
             params=params,
-            arrays={name: arrays[name] for name in recipe.fields},
+            arrays={name: arrays[name].astype(np.float32) for name in recipe.array_fields},
         )

@@ -143,7 +143,9 @@ def _predict(model: TrainedModel, dataset: ShardDataset, indices: Sequence[int],
     for some in _chunks(indices, _BATCH):
         samples = [dataset[i] for i in some]
         counts = [
-            noisy_counts(s["cbed"], spec, seed=model.spec.seed, epoch=EVALUATION_EPOCH, uid=int(s["uid"]))
+            noisy_counts(
+                s["cbed"], spec, seed=model.spec.seed, epoch=EVALUATION_EPOCH, uid=int(s["uid"]), params=s["params"]
+            )
             for s in samples
         ]
         began = time.perf_counter()

@@ -62,7 +62,9 @@ class Prepare:
         inputs, targets, weights = [], [], []
         for sample in samples:
             uid, params = int(sample["uid"]), sample["params"]
-            counts = noisy_counts(sample["cbed"], self.data, seed=self.seed, epoch=self.epoch, uid=uid)
+            counts = noisy_counts(
+                sample["cbed"], self.data, seed=self.seed, epoch=self.epoch, uid=uid, params=sample["params"]
+            )
             potential: Any = sample["potential"]
             weight = np.ones(potential.shape, dtype=np.float32)
             if self.epoch != EVALUATION_EPOCH:

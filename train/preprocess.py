@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from exitwave.ingest.detector_model import DetectorModel, detect
 from exitwave.ingest.errors import UsageError
 from exitwave.train.classical import (
     along_scan_axes,
@@ -77,12 +78,22 @@ class Preprocessing:
         return cls(**values)
 
 
-def noisy_counts(cbed: Array, spec: DataSpec, *, seed: int, epoch: int, uid: int) -> npt.NDArray[np.float32]:
-    """Counts of a noise-free sample (Ry, Rx, Qy, Qx) [fraction of the beam]; expected counts where no dose is given."""
-    if spec.dose_e_per_pattern is None:
-        return np.ascontiguousarray(cbed, dtype=np.float32)
-    draw = generator("dose", seed, epoch, uid)
-    return draw.poisson(np.maximum(cbed, 0.0) * spec.dose_e_per_pattern).astype(np.float32)
+def noisy_counts(
+    cbed: Array, spec: DataSpec, *, seed: int, epoch: int, uid: int, params: np.void | None = None
+) -> npt.NDArray[np.float32]:
+    """Counts of a noise-free sample (Ry, Rx, Qy, Qx) [fraction of the beam]; expected counts where no dose is given.
+
+    `params`, the sample's record, is needed where the scan's step matters: a source, or a dose in e/Å².
+    """
+    options = spec.detector.model_dump()
+    per_A2 = options.pop("dose_e_per_A2")
+    if spec.dose_e_per_pattern is not None:  # an evaluation at a dose of its own
+        per_A2 = None
+    model = DetectorModel(dose_e_per_pattern=spec.dose_e_per_pattern, dose_e_per_A2=per_A2, **options)
+    if params is None and (model.source_fwhm_A or model.dose_e_per_A2 is not None):
+        raise UsageError("data.detector: source_fwhm_A and dose_e_per_A2 need the sample's parameters, none came")
+    record = np.zeros(1, dtype=[("none", "u1")])[0] if params is None else params
+    return detect(cbed, record, model, lambda purpose: generator(purpose, seed, epoch, uid))
 
 
 def augment(

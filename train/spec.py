@@ -22,6 +22,7 @@ __all__ = [
     "ModelSpec",
     "OptimizerSpec",
     "TrainSpec",
+    "WindowSpec",
     "spec_difference",
 ]
 
@@ -47,19 +48,48 @@ class ModelSpec(StrictModel):
         return {name: value for name, value in sizes.items() if value is not None}
 
 
+class DetectorOptions(StrictModel):
+    """Strengths of what source, scan and detector do beside the dose, by the names of `ingest.detector_model`."""
+
+    dose_e_per_A2: float | None = Field(default=None, gt=0, description="where data.dose_e_per_pattern is null")
+    source_fwhm_A: float = Field(default=0.0, ge=0, description="at least two steps of the scan, or 0")
+    scan_jitter_A: float = Field(default=0.0, ge=0, description="needs a source")
+    mtf_nyquist: float = Field(default=1.0, ge=0, le=1)
+    background: float = Field(default=0.0, ge=0, description="part of the beam, over the whole detector")
+    ellipticity: float = Field(default=0.0, ge=0, le=0.5)
+    descan_pixels: float = Field(default=0.0, ge=0)
+    dead_fraction: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _source_for_jitter(self) -> DetectorOptions:
+        if self.scan_jitter_A and not self.source_fwhm_A:
+            raise ValueError("scan_jitter_A needs source_fwhm_A: between two positions there is nothing to read")
+        return self
+
+
+class WindowSpec(StrictModel):
+    """How many shards and different structures a moving shuffle mixes at least; see `ingest.windows.Window`."""
+
+    shards: int = Field(default=10, ge=1)
+    structures: int = Field(default=64, ge=1)
+
+
 class DataSpec(StrictModel):
     """What the network sees of a sample.
 
     dose_e_per_pattern: mean counts per pattern of the Poisson noise; null for noise-free patterns.
+    detector: what source, scan and detector do beside it, drawn by (epoch, uid).
     normalise: divide each sample by its detected sum (the incident beam is unknown in experiments), or not.
     transform: applied to the normalised patterns, scaled so that values are of order one.
     detector_bin: the detector is summed down to this many pixels each way; null keeps it.
     physics: images derived from the same noisy patterns, added as channels: the centre of mass and its integral.
     conditions: what an experimenter knows, added as constant channels.
     augment: mirror and transpose scan, detector and label together, drawn by (epoch, uid).
+    window: shuffle through a moving window of shards, for a cache smaller than the data set; null mixes all samples.
     """
 
     dose_e_per_pattern: float | None = Field(default=1e4, gt=0)
+    detector: DetectorOptions = DetectorOptions()
     normalise: Literal["detected-sum", "none"] = "detected-sum"
     transform: Literal["sqrt", "log1p", "none"] = "sqrt"
     detector_bin: int | None = Field(default=16, ge=1)
@@ -70,6 +100,7 @@ class DataSpec(StrictModel):
         "R_sampling_A",
     )
     augment: Literal["none", "dihedral"] = "dihedral"
+    window: WindowSpec | None = None
     workers: int = Field(default=0, ge=0, le=256, description="loader processes per rank; 0 reads in the rank itself")
 
 
@@ -161,9 +192,9 @@ def spec_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
     """Lines `key.path: old -> new` for all that differs between two canonical specs; empty where they agree."""
     lines: list[str] = []
     for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key, "(absent)"), new.get(key, "(absent)")
+        before, after = old.get(key), new.get(key)  # an option that came later is null where it is absent
         if isinstance(before, dict) and isinstance(after, dict):
             lines += spec_difference(before, after, f"{prefix}{key}.")
         elif before != after:
-            lines.append(f"{prefix}{key}: {before} -> {after}")
+            lines.append(f"{prefix}{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}")
     return lines

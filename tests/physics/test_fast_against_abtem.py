@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyfftw
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sim_samples import recipe, sample, single_atom
@@ -17,7 +18,7 @@ from sim_samples import recipe, sample, single_atom
 from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.passes import pass_key, passes, propagations
-from exitwave.simulate.propagation import kept_rows
+from exitwave.simulate.propagation import kept_rows, scales
 from exitwave.simulate.route import route, settings_per_pass
 from exitwave.simulate.simulator import get_simulator, simulate_sample
 from exitwave.simulate.smatrix import SMatrixSimulator, beams_of
@@ -100,9 +101,7 @@ def over_largest(one: NDArray[np.floating], other: NDArray[np.floating]) -> floa
     return float(np.abs(one - other).max() / other.max())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(specifications(), st.integers(1, 4))
-def test_any_specification_gives_what_abtem_gives(spec: SampleSpec, thinner: int) -> None:
+def check_specification(spec: SampleSpec, thinner: int) -> None:
     """At two exit planes of one pass, on the whole grid by the fast multislice and on the detector by the scattering
     matrix. In float32 all three differ from float64 by about the same."""
     planes = sorted({max(1, spec.exit_plane - thinner), spec.exit_plane})
@@ -125,6 +124,25 @@ def test_any_specification_gives_what_abtem_gives(spec: SampleSpec, thinner: int
         whole[precision], seen[precision] = (theirs, ours), (theirs_seen, matrix_seen)
     for (theirs, ours), (exact, _) in ((whole["float32"], whole["float64"]), (seen["float32"], seen["float64"])):
         assert over_largest(ours, exact) <= 1.5 * over_largest(theirs, exact) + 1e-6
+
+
+# Nothing is shrunk: a minute of smaller specifications tells little that the first does not.
+some_specifications = partial(
+    settings, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+)
+
+
+@some_specifications(max_examples=15)
+@given(specifications(), st.integers(1, 4))
+def test_any_specification_gives_what_abtem_gives(spec: SampleSpec, thinner: int) -> None:
+    check_specification(spec, thinner)
+
+
+@pytest.mark.long
+@some_specifications(max_examples=60)
+@given(specifications(), st.integers(1, 4))
+def test_many_specifications_give_what_abtem_gives(spec: SampleSpec, thinner: int) -> None:
+    check_specification(spec, thinner)
 
 
 def test_a_thick_heavy_specimen_agrees_in_float32() -> None:
@@ -326,6 +344,18 @@ def test_auto_takes_the_matrix_where_probes_outnumber_beams() -> None:
         (chosen,) = auto.simulate([spec])
         assert chosen.params["simulator"].decode() == route(spec)
         assert chosen.arrays["cbed"].tobytes() == simulate_sample(spec, simulator=route(spec)).arrays["cbed"].tobytes()
+
+
+@pytest.mark.parametrize("points", [36, 60 * 54, 250 * 250, 256 * 256, 720 * 720])
+def test_powers_of_two_stand_for_the_number_of_points(points: int) -> None:
+    """Exact numbers that keep a wave within a factor of two of its size, over any number of slices."""
+    made = scales(points, 1000)
+    assert math.frexp(made.larger)[0] == 0.5 and 1 <= points * made.larger < 2
+    size = 1.0
+    for index, halved in enumerate(made.halved):
+        size *= points * made.larger / (2 if halved else 1)
+        assert 0.5 < size < 2
+        assert size**2 * made.made_good[index + 1] == pytest.approx(1, abs=1e-15)
 
 
 @pytest.mark.parametrize("points", [6, 30, 50, 64, 100])

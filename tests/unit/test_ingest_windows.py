@@ -15,6 +15,7 @@ from ingest_samples import make_dataset
 from exitwave.ingest import GlobalSampler, ShardDataset, Window
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.order import ORDER_VERSION, partition
+from exitwave.ingest.prefetch_order import AccessOrder
 from exitwave.ingest.windows import SampleOrder, ShardLayout, accesses
 
 COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
@@ -152,3 +153,10 @@ def test_what_cannot_be_is_refused() -> None:
         list(accesses(SampleOrder(10, seed=0), 0, 0, 1))
     with pytest.raises(ValueError, match=r"expected 0\.\.9"):
         order_of([10]).at(np.array([10]), 0)
+
+
+def test_the_prefetcher_follows_the_window(tmp_path: Path) -> None:
+    data = ShardDataset(make_dataset(tmp_path / "d", "t" * 12))
+    sampler = GlobalSampler(data, rank=0, world_size=1, global_batch=8, seed=3, window=Window(shards=3, structures=1))
+    need = [data.data.record_of(i)[0].shard_id for batch in sampler for i in batch]
+    assert list(AccessOrder.of(data.data, sampler).accesses(0)) == need

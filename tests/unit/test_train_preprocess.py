@@ -152,3 +152,21 @@ def test_standardising_comes_back_in_volt_angstrom_and_travels_as_json():
     assert prepared.standardise(potential).tolist() == [[0.0, 2.0]]
     assert np.allclose(prepared.to_VA(prepared.standardise(potential)), potential)
     assert Preprocessing.from_json(prepared.to_json()) == prepared
+
+
+def test_the_detector_s_options_reach_the_counts() -> None:
+    """Each of them changes what is recorded, keyed as the dose is; a dose on an area needs the scan's step."""
+    cbed = np.full((4, 4, 8, 8), 1 / 64, dtype=np.float32)
+    cbed[1, 2, 3, 4] = 0.5
+    params = np.zeros(1, dtype=[("R_sampling_y_A", "f8"), ("R_sampling_x_A", "f8")])
+    params[:] = (0.5, 0.5)
+    plain = noisy_counts(cbed, DataSpec(dose_e_per_pattern=500), uid=9, **KEY)
+    for change in ({"mtf_nyquist": 0.5}, {"background": 0.2}, {"dead_fraction": 0.3}, {"source_fwhm_A": 1.0}):
+        spec = DataSpec.model_validate({"dose_e_per_pattern": 500, "detector": change})
+        found = noisy_counts(cbed, spec, uid=9, params=params[0], **KEY)
+        assert not np.array_equal(found, plain)
+        assert np.array_equal(found, noisy_counts(cbed, spec, uid=9, params=params[0], **KEY))
+    area = DataSpec.model_validate({"dose_e_per_pattern": None, "detector": {"dose_e_per_A2": 2000}})
+    assert np.array_equal(noisy_counts(cbed, area, uid=9, params=params[0], **KEY), plain)
+    with pytest.raises(UsageError, match="need the sample's parameters"):
+        noisy_counts(cbed, area, uid=9, **KEY)

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 
@@ -136,12 +138,12 @@ def open_ranks(info: RankInfo, *, timeout_s: float) -> Iterator[Ranks]:
             "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
         )
     elif ours:
-        store, _, _ = next(dist.rendezvous(info.init_method, info.rank, info.world_size, timeout=timeout))
+        store, _, _ = next(rendezvous(info.init_method, info.rank, info.world_size, timeout=timeout))
         # torchrun keeps one store over its restarts, and gloo would connect to the addresses of ranks that are gone
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if dist.is_torchelastic_launched() else "0"
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(f"attempt/{attempt}", store),
+            store=c10d.PrefixStore(f"attempt/{attempt}", store),
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,

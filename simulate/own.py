@@ -15,6 +15,7 @@ which imports it there; a script that has changed since it was planned is refuse
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import importlib.util
@@ -287,14 +288,21 @@ def call_simulator(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """One sample: its arrays in the order of `fields`, checked against them. Whatever the simulator prints goes to
     stderr. Raises UsageError naming the parameters' values; MemoryError and a full disk pass as they are."""
-    told = with_values(parameters)
+    told, failure = with_values(parameters), ""
+    made: Any = None
     try:
         with contextlib.redirect_stdout(sys.stderr):
             made = simulator(dict(parameters))
-    except (MemoryError, InterruptedRunError, OSError):
+    except (MemoryError, InterruptedRunError):
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"simulator {name} ({told}): {_reason(error)}") from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        failure = _reason(error)
+    if failure:
+        # Outside of the handler: as cause or context the script's own exception would travel along, and it cannot,
+        # since the process that hears of it has not run the script.
+        raise UsageError(f"simulator {name} ({told}): {failure}")
     where = f"simulator {name} ({told})"
     if not isinstance(made, Mapping):
         raise UsageError(f"{where}: a mapping from names to arrays expected, came {type(made).__name__}")

@@ -16,7 +16,12 @@ from ingest_samples import make_dataset
 from exitwave.ingest import load_manifest, peers, stage
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.peers import PeerBusyError, PeerLacksError, PeerServer, ask_peer, parse_address
+from exitwave.ingest.peers_staging import PeerOptions, PeerSources
+from exitwave.ingest.placement import ranking
 from exitwave.ingest.records import ShardRecord
+from exitwave.ingest.staging_home import CacheHome
+from exitwave.ingest.staging_sources import StorageSource
+from exitwave.ingest.storage import PosixStorage
 
 SECRET = b"the run's own secret, 32 letters"
 
@@ -192,3 +197,28 @@ def test_nodes_may_have_addresses_of_six(tmp_path: Path) -> None:
 def test_other_spellings_of_all_addresses_are_refused(bad: str) -> None:
     with pytest.raises(UsageError, match="peer"):
         parse_address(bad)
+
+
+def test_a_peer_that_was_asked_before_it_had_started_is_not_passed_over(tmp_path: Path) -> None:
+    """It refused us, started, and asked us, before we had taken in that it refused."""
+    root = make_dataset(tmp_path / "d", "t" * 12)
+    manifest = load_manifest(root)
+    me, other = free_address(), free_address()
+    options = PeerOptions(me=me, nodes=(me, other), secret=SECRET)
+    home = CacheHome(tmp_path / "c", manifest.header)
+    home.make()
+    sources = PeerSources(
+        options, home, StorageSource(PosixStorage(root)), dataset_id="tiny", status=lambda shard_id: "no"
+    )
+    try:
+        shard = next(s for s in manifest.shards if ranking(s.shard_id, options.nodes)[0] == other)
+        source = sources.choose(shard)
+        with pytest.raises(ConnectionRefusedError):
+            source.open(shard)
+        peers.tell_done(me, other, secret=SECRET, dataset_id="tiny")
+        sources.failed(source)
+        assert sources.choose(shard).name == other
+        sources.failed(sources.choose(shard))
+        assert sources.choose(shard).shared, "asked while it was known to be up, it has failed"
+    finally:
+        sources.close()

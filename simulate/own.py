@@ -19,7 +19,6 @@ import errno
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import math
 import re
 import sys
@@ -146,7 +145,10 @@ def _entry_point(name: str) -> str:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"simulator.use: {path} cannot be read: {error.strerror}") from None
 
 
 _loaded: dict[SimulatorRef, OwnSimulator] = {}
@@ -161,7 +163,8 @@ def load_simulator(ref: SimulatorRef) -> OwnSimulator:
             if not hasattr(found, part):
                 own = (n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
                 there = ", ".join(n for n in sorted(own)) or "no function"
-                raise UsageError(f"simulator.use: {ref.name}: {module.__file__} has no {part!r}; it has {there}")
+                where = ref.file or module.__name__
+                raise UsageError(f"simulator.use: {ref.name}: {where} has no {part!r}; it has {there}")
             found = getattr(found, part)
         if isinstance(found, type) or not callable(found):
             kind = "a class: an instance of it" if isinstance(found, type) else f"a {type(found).__name__}: a function"
@@ -175,7 +178,7 @@ def _import(ref: SimulatorRef) -> types.ModuleType:
         module = importlib.import_module(ref.name.partition(":")[0])
     except (Exception, SystemExit) as error:
         raise UsageError(f"simulator.use: {ref.name} cannot be imported: {_reason(error)}") from error
-    source = inspect.getsourcefile(module)
+    source = getattr(module, "__file__", None)  # a module built into Python has none
     if ref.sha256 and source is not None and _digest(Path(source)) != ref.sha256:
         raise _changed(ref, source)
     return module

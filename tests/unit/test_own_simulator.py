@@ -118,6 +118,19 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "module:function or the name of an entry point" in refusal(tmp_path, GOOD, "../sim:simulate")
 
 
+def test_modules_that_have_no_file(tmp_path: Path) -> None:
+    assert "TypeError" in refusal(tmp_path, GOOD, "time:sleep")
+    assert "time has no 'sleeep'" in refusal(tmp_path, GOOD, "time:sleeep")
+
+
+def test_any_order_of_memory_and_of_bytes_is_stored_as_the_same_values(tmp_path: Path) -> None:
+    array = "np.asfortranarray(np.arange(6, dtype='>f4').reshape(2, 3))"
+    made = plan(tmp_path, PLAIN + f"{{'f': {array}, 's': np.arange(10)[::2]}}")
+    run_campaign(made, tmp_path / "data", make_cluster("inline"))
+    sample = open_dataset(tmp_path / "data")[3]
+    assert sample["f"].tolist() == [[0, 1, 2], [3, 4, 5]] and sample["s"].tolist() == [0, 2, 4, 6, 8]
+
+
 def test_an_entry_point_is_the_function_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "own_plate_test.py").write_text(GOOD)

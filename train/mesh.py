@@ -11,7 +11,6 @@ the others' next collective fails, and says that contact was lost.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,12 +34,16 @@ _CLASSES: dict[str, type[ExitwaveError]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """This process's place, as the launcher gave it. `init_method` says where the ranks meet (torch.distributed)."""
+    """This process's place, as the launcher gave it. `init_method` says where the ranks meet (torch.distributed).
+
+    `attempt`: how often the launcher has started the ranks again.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     init_method: str = "env://"
+    attempt: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -140,10 +143,9 @@ def open_ranks(info: RankInfo, *, timeout_s: float) -> Iterator[Ranks]:
     elif ours:
         store, _, _ = next(rendezvous(info.init_method, info.rank, info.world_size, timeout=timeout))
         # torchrun keeps one store over its restarts, and gloo would connect to the addresses of ranks that are gone
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if dist.is_torchelastic_launched() else "0"
         dist.init_process_group(
             "gloo",
-            store=c10d.PrefixStore(f"attempt/{attempt}", store),
+            store=c10d.PrefixStore(f"attempt/{info.attempt}", store),
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,

@@ -401,6 +401,7 @@ class RankEnvironment:
     local_rank: int
     launcher: str
     job: str = ""  # names the run among those that share its folder, where ranks must find each other by a file
+    attempt: int = 0  # torchrun's restarts before this one
     ours: bool = False  # started by `exitwave train --ranks N` itself
 
     def init_method(self, out: Path) -> str:
@@ -421,6 +422,7 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
                 world_size=int(env["WORLD_SIZE"]),
                 local_rank=int(env.get("LOCAL_RANK", "0")),
                 launcher="torchrun",
+                attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 ours=env.get("EXITWAVE_LAUNCHED") == "1",
             )
         if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in env:

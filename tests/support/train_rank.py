@@ -21,7 +21,13 @@ from exitwave.train.trainer import train
 def main() -> int:
     job = json.loads(sys.argv[1])
     rank = int(os.environ["RANK"])
-    info = RankInfo(rank=rank, world_size=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["LOCAL_RANK"]))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    info = RankInfo(
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        attempt=attempt,
+    )
     asked = 0
     stopping = False
 
@@ -30,8 +36,7 @@ def main() -> int:
         asked += 1
         for deed in ("kill", "stop"):
             wanted = job.get(deed)
-            first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"  # a restart is left in peace
-            if wanted and first and wanted["rank"] == rank and asked == wanted["step"]:
+            if wanted and not attempt and wanted["rank"] == rank and asked == wanted["step"]:
                 if deed == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 stopping = True

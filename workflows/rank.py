@@ -75,7 +75,10 @@ def _train(
     from exitwave.train.trainer import train
 
     info = RankInfo(
-        rank=place.rank, world_size=place.world_size, local_rank=place.local_rank, init_method=place.init_method(out)
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        init_method=place.init_method(out),
         attempt=place.attempt,
     )
     if place.ours or place.rank > 0:

@@ -25,7 +25,9 @@ __all__ = ["build_beside", "build_file", "refuse_existing", "refuse_inside"]
 
 
 def refuse_existing(out: Path) -> None:
-    """UsageError when `out` is there already; an empty folder may be built in."""
+    """UsageError when `out` is there already, or names nothing new (`.`); an empty folder may be built in."""
+    if out.name in ("", ".."):
+        raise UsageError(f"{out}: expected the name of something new, such as {out / 'new'}.")
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise UsageError(f"{out}: is there already, and nothing is overwritten. Choose another --out, or remove it.")
 
@@ -55,7 +57,11 @@ def build_beside(out: Path, key: Mapping[str, Any]) -> Iterator[Path]:
             raise UsageError(f"{out}: a part of the path is a file, not a folder.") from None
         with FileLock(part / "lock"):
             _take_up(part, json.dumps(key, sort_keys=True, ensure_ascii=False, default=str))
-            yield part / "content"
+            try:
+                yield part / "content"
+            except UsageError:  # the same command cannot succeed: nothing is left of it
+                shutil.rmtree(part, ignore_errors=True)
+                raise
             _sync_tree(part / "content")
             refuse_existing(out)
             try:
@@ -69,10 +75,20 @@ def build_beside(out: Path, key: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _take_up(part: Path, key: str) -> None:
-    """Leaves `part` with this key and a `content` that belongs to it."""
+    """Leaves `part` with this key and a `content` that belongs to it.
+
+    The other key goes first and the new one comes last: a kill between the two leaves work of no key, thrown away by
+    the next call, and never half of what its own command would take up again. So does all else beside `content`.
+    """
     known = part / "key.json"
     if not known.exists() or known.read_text(errors="replace") != key:
-        shutil.rmtree(part / "content", ignore_errors=True)
+        known.unlink(missing_ok=True)
+        fsync_dir(part)
+        for path in part.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
         write_atomic(known, key.encode())
     (part / "content").mkdir(exist_ok=True)
 

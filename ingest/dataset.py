@@ -147,7 +147,7 @@ class Dataset:
 
     def __getitem__(self, i: int) -> dict[str, Array]:
         """Sample `i`: every field in its own shape, `uid` (uint64) and `params` (one record)."""
-        batch = self.read([i], [field.name for field in self.fields])
+        batch = self.read([operator.index(i)], [field.name for field in self.fields])
         return {name: array[0] for name, array in batch.items()}
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
@@ -157,12 +157,12 @@ class Dataset:
         """Samples `indices` stacked: field -> (len(indices), …), `uid` (len,) uint64, `params` (len,) compound.
 
         The memory of large arrays is used again for a later batch, once nothing refers to them any more.
-        UsageError for a field that is not there, DamagedDataError naming shard, uid and field.
+        UsageError for a field that is not there, DamagedDataError naming shard, uid and field; IndexError, TypeError.
         """
         specs = self._specs
         if missing := [name for name in fields if name not in specs]:
             raise UsageError(f"{self.root}: no field {missing[0]!r}; there are {', '.join(specs)}")
-        index = np.asarray(indices, dtype=np.int64)
+        index = _numbers(indices)
         n = len(index)
         if n and not (-len(self) <= (low := index.min()) and index.max() < len(self)):
             raise IndexError(f"samples {low}..{index.max()} of {len(self)}")
@@ -272,6 +272,16 @@ class Dataset:
             f"({html.escape(counts)}) in {len(self.shards)} shards, {nbytes / 1e6:.1f} MB</p>"
             f"<table><tr><th>field</th><th>dtype</th><th>axes</th><th>unit</th><th>meaning</th></tr>{rows}</table>"
         )
+
+
+def _numbers(indices: Sequence[int]) -> Array:
+    """Numbers of samples (n,) int64. TypeError for what is none: a mask or fractions would pick the wrong ones."""
+    index = np.asarray(indices)
+    if index.size and (index.dtype.kind not in "iu" or index.ndim != 1):
+        raise TypeError(
+            f"numbers of samples expected, got {index.dtype} {index.shape}; of a mask, np.flatnonzero(mask)"
+        )
+    return index.reshape(-1).astype(np.int64)
 
 
 def _html_row(field: FieldSpec) -> str:

@@ -26,6 +26,7 @@ __all__ = ["FORMATS", "ExportReport", "ExportSpec", "export_samples"]
 
 Array = np.ndarray[Any, Any]
 FORMATS = ("emd", "py4dstem", "hspy", "zarr", "webdataset")
+_COUNTS = ("electrons", "counts")
 _SUFFIX = {"emd": ".h5", "py4dstem": ".h5", "hspy": ".hspy"}
 _FILE_SUFFIXES = {"emd": (".h5", ".hdf5", ".emd"), "py4dstem": (".h5", ".hdf5", ".emd"), "hspy": (".hspy", ".hdf5")}
 
@@ -67,13 +68,22 @@ class Samples:
         self.spec = spec
         known = {field.name: field for field in data.fields}
         wanted = spec.fields or tuple(f for f in known if spec.format in ("zarr", "webdataset") or f == "cbed")
+        wanted = tuple(dict.fromkeys(wanted))
         if missing := [name for name in wanted if name not in known]:
             raise UsageError(f"{data.root}: no field {missing[0]!r}; there are {', '.join(known)}.")
         if not wanted:
             raise UsageError(f"{data.root}: no field cbed; name others with --fields: {', '.join(known)}.")
         if spec.dose_e_per_pattern is not None and "cbed" not in wanted:
             raise UsageError(f"--dose: adds counting noise to cbed, which is not among the fields {', '.join(wanted)}.")
-        self.names = tuple(wanted)
+        if spec.dose_e_per_pattern is not None and (unit := known["cbed"].unit) in _COUNTS:
+            raise UsageError(
+                f"--dose: cbed of {data.root} is in {unit}: it is counted already, and gets no noise again."
+            )
+        if spec.format == "py4dstem" and not any(len(known[name].shape) == 4 for name in wanted):
+            raise UsageError(
+                f"--format py4dstem: wants a field of four axes, and {', '.join(wanted)} is none; use emd."
+            )
+        self.names = wanted
         self.fields = tuple(known[name] for name in wanted)
 
     def __len__(self) -> int:

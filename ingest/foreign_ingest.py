@@ -109,6 +109,7 @@ def ingest_files(
     refuse_existing(out)
     for path in files:
         refuse_inside(out, {"a source": path})
+    _refuse_twice(files)
     seen = [_look(path, spec, number) for number, path in enumerate(files)]
     fields = _fields(seen, spec)
     plans = _lay_out(seen, spec, fields)
@@ -141,6 +142,20 @@ def ingest_files(
         splits=counts,
         unmapped=tuple(name for name in important if name not in spec.parameters),
     )
+
+
+def _refuse_twice(files: Sequence[Path]) -> None:
+    """UsageError where two of the paths are one file: its samples would come in twice."""
+    known: dict[tuple[int, int], Path] = {}
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # opening it says what is wrong
+        file = (status.st_dev, status.st_ino)
+        if file in known:
+            raise UsageError(f"{path} and {known[file]} are the same file; give it once.")
+        known[file] = path
 
 
 def _told(
@@ -295,6 +310,7 @@ def _write(
     ) as writer:
         opened: int | None = None
         file: Any = None
+        rows: dict[int, Piece] = {}
         try:
             for row, piece in enumerate(plan.pieces):
                 one = seen[piece.file]
@@ -310,7 +326,12 @@ def _write(
                 sizes = {axis: spec.tile.get(axis, 0) for axis in ("Ry", "Rx")}
                 params = tiled_params(one.params[piece.index], piece.tile, sizes)
                 params["split"] = plan.split.encode()
-                writer.write(row, uid=_uid(one, piece, arrays, params), params=params, arrays=arrays)
+                uid = _uid(one, piece, arrays, params)
+                if (twin := rows.setdefault(uid, piece)) is not piece:
+                    raise UsageError(
+                        f"{one.path} and {seen[twin.file].path}: sample {piece.index} of both is the same; give one."
+                    )
+                writer.write(row, uid=uid, params=params, arrays=arrays)
                 told(row)
         finally:
             if file is not None:
@@ -330,10 +351,14 @@ def _add_structure(writer: ShardWriter, structure: FileStructure) -> None:
 
 
 def _uid(one: _Seen, piece: Piece, arrays: dict[str, Array], params: np.void) -> int:
-    """64 bits of the sample's place and content: the same on every run, whatever folder the file lies in."""
+    """64 bits of the sample's place and content: the same on every run, whatever folder the file lies in, whatever
+    files come beside it, and whatever it is used for."""
+    content = np.array(params)
+    for name in ("structure", "split"):
+        content[name] = np.zeros((), content.dtype[name])
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{one.path.name}\0{piece.index}\0{piece.tile}".encode())
     for name in sorted(arrays):
         digest.update(byte_view(arrays[name], arrays[name].dtype).data)
-    digest.update(np.asarray(params).tobytes())
+    digest.update(content.tobytes())
     return int.from_bytes(digest.digest(), "little")

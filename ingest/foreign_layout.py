@@ -71,6 +71,9 @@ def field_layout(
             sizes[axis] = size
     if 0 in array.shape:
         raise UsageError(f"{where} is empty: shape {array.shape}.")
+    for axis, centre in field.centre.items():
+        if not 0 <= centre < sizes[axis]:
+            raise UsageError(f"{where}: centre {axis}: {centre}: expected a pixel of 0 to {sizes[axis] - 1}.")
     parts = {axis: size for axis, size in sizes.items() if axis != "sample"}
     for axis in parts:
         along = _LABEL_OF.get(axis, axis)
@@ -149,7 +152,12 @@ def _centred(array: Array, axis: int, centre: int) -> Array:
 def _in_units(raw: Array, file: ForeignFile, field: FieldMap, layout: FieldLayout, where: str) -> Array:
     scale = field.scale
     if isinstance(scale, ValueFrom):
-        scale = float(np.asarray(file.value(scale.place)).reshape(-1)[0]) * scale.scale + scale.offset
+        found = np.asarray(file.value(scale.place)).reshape(-1)
+        if found.size < 1 or found.dtype.kind not in "fiub":
+            raise UsageError(f"{where}: its scale ({scale.place}) is {found.tolist()!r}, expected a number.")
+        place, scale = scale.place, float(found[0]) * scale.scale + scale.offset
+        if not np.isfinite(scale) or scale == 0:
+            raise UsageError(f"{where}: its scale ({place}) is {scale}.")
     dtype = np.dtype(field.dtype).newbyteorder("<")
     plain = scale == 1.0 and field.offset == 0.0 and not field.normalise
     value = raw if plain else raw.astype(np.float64) * scale + field.offset

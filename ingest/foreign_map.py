@@ -15,15 +15,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from exitwave.ingest.schema import PARAMS_DTYPE, STANDARD_FIELDS
+from exitwave.ingest.schema import PARAMS_DTYPE, RESERVED_NAMES, STANDARD_FIELDS
 from exitwave.ingest.strict_model import StrictModel
 
 __all__ = ["FieldMap", "MapSpec", "SplitMap", "StructureMap", "ValueFrom", "order_of"]
+
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+
+
+def _check_name(what: str, name: str) -> None:
+    """ValueError unless `name` may stand in a shard, and in every format that samples leave in."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{what} {name!r}: expected a letter, then letters, digits and _, at most 64 in all")
+    if name in RESERVED_NAMES:
+        raise ValueError(f"{what} {name!r}: has a meaning of its own in a data set; choose another name")
 
 
 class ValueFrom(StrictModel):
@@ -82,6 +94,13 @@ class FieldMap(StrictModel):
         named = [axis for axis in self.axes if axis != "_"]
         if len(set(named)) != len(named) or not [a for a in named if a != "sample"]:
             raise ValueError(f"axes: expected each axis once and one besides `sample`, got {', '.join(self.axes)}")
+        for axis in named:
+            if not _NAME.fullmatch(axis):
+                raise ValueError(f"axes: {axis!r}: expected a name of letters, digits and _")
+        if self.scale == 0:
+            raise ValueError("scale: 0 would leave nothing of the values")
+        if "\0" in f"{self.array}{self.unit}{self.meaning}":
+            raise ValueError("array, unit, meaning: expected texts without a zero byte")
         for what, given in (("flip", self.flip), ("centre", tuple(self.centre))):
             if unknown := [axis for axis in given if axis not in named or axis == "sample"]:
                 raise ValueError(f"{what}: no axis {unknown[0]!r} in {', '.join(self.axes)}")
@@ -156,14 +175,26 @@ class MapSpec(StrictModel):
         if not value:
             raise ValueError("expected at least one field")
         for name in value:
-            if not name.isidentifier():
-                raise ValueError(f"field {name!r}: expected a name of letters, digits and _")
+            _check_name("field", name)
+            if name in (PARAMS_DTYPE.names or ()):
+                raise ValueError(f"field {name!r}: is the name of a parameter; choose another, such as {name}_map")
+        return value
+
+    @field_validator("columns")
+    @classmethod
+    def _own_columns(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            _check_name("column", name)
+            if name in (PARAMS_DTYPE.names or ()):
+                raise ValueError(f"column {name!r}: every sample has it already; give its value under `parameters:`")
         return value
 
     @model_validator(mode="after")
     def _known_names(self) -> MapSpec:
         import difflib
 
+        if both := [name for name in self.columns if name in self.fields]:
+            raise ValueError(f"columns: {both[0]} is the name of a field; choose another")
         known = set(PARAMS_DTYPE.names or ()) | set(self.columns)
         for name in self.parameters:
             if name not in known:

@@ -37,6 +37,7 @@ MAX_THREADS = 4
 _BYTES_A_THREAD = 1 << 20  # less than this is read before a thread has woken up
 _PARAMS_KEPT = 16 << 20
 _PIECE = 256 << 10  # half of a small second-level cache
+_SHORT = "the file is short"
 _WHAT_TO_DO = "`exitwave verify` lists all that is damaged; take such shards out or simulate them again."
 
 Array = np.ndarray[Any, Any]
@@ -54,19 +55,21 @@ def read_extent(fd: int, out: Array, offset: int) -> bool:
     return True
 
 
-def read_sample(fd: int, extent: Extent, row: int, out: Array) -> bool:
-    """Fills `out` with the stored bytes of sample `row`, decompressed; whether the file had them."""
+def read_sample(fd: int, extent: Extent, row: int, out: Array) -> str:
+    """Fills `out` with the stored bytes of sample `row`, decompressed; says what is wrong, "" where nothing is."""
     offset, length = extent.place(row)
     if not extent.compression:
-        return read_extent(fd, out, offset)
+        return "" if read_extent(fd, out, offset) else _SHORT
     chunk = np.empty(length, np.uint8)
     if not read_extent(fd, chunk, offset):
-        return False
+        return _SHORT
+    if extent.chunk_sums and (found := crc32c(chunk)) != extent.chunk_sums[row]:
+        return f"crc32c {found:08x} of the compressed bytes, expected {extent.chunk_sums[row]:08x}"
     try:
         decompress(extent.compression, chunk, out, extent.numpy_dtype.itemsize)
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return f"cannot be decompressed ({error})"
+    return ""
 
 
 class _Descriptor:
@@ -270,11 +273,11 @@ class ShardFiles:
             out[:] = shard.params[row]
             return
         try:
-            whole = read_sample(shard.fd, shard.extents[field], row, out)
+            wrong = read_sample(shard.fd, shard.extents[field], row, out)
         except OSError as error:
             raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: {error}") from error
-        if not whole:
-            raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: the file is short")
+        if wrong:
+            raise self._damage(shard, record, f"{self._sample(shard, row)}{field}: {wrong}")
         if self.verify and (found := crc32c(out)) != (expected := int(shard.sums[field][row])):
             why = f"{self._sample(shard, row)}{field}: crc32c {found:08x}, expected {expected:08x}"
             raise self._damage(shard, record, why)

@@ -138,7 +138,8 @@ def _take_whole(job: ShardJob, folder: Path) -> PublishedShard:
             f"{job.root}: shard {first.shard}{sample}{field}: {first.why}{more}. `exitwave verify` lists all that is "
             "damaged; take such shards out or simulate them again."
         )
-    source, target = job.root / record.path, folder / shard_path(record.shard_id)
+    # the file itself, where the source holds links to it: a link to a link would end with the source
+    source, target = (job.root / record.path).resolve(), folder / shard_path(record.shard_id)
     with disk_full_means_interrupted(target, record.nbytes):
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():

@@ -89,7 +89,8 @@ class Extent:
     `shape` includes the leading axis of n samples, `stride` is the bytes of one sample. `dtype` is a NumPy dtype
     string, or for the compound `/params` nested tuples as in `dtype_to_json`. `encoding` and `scale` are those of the
     field. With `compression`, the bytes of sample `i` are what the chunk at `chunks[i]` = (offset, length) gives; the
-    `offset` of the extent is 0 then.
+    `offset` of the extent is 0 then. `chunk_sums`: the CRC-32C of each chunk as it lies in the file, to be looked at
+    before it is decompressed (a damaged one can crash or hang a decompressor); none in manifests of before.
     """
 
     field: str
@@ -101,6 +102,7 @@ class Extent:
     scale: float = 1.0
     compression: str = ""
     chunks: tuple[tuple[int, int], ...] = ()
+    chunk_sums: tuple[int, ...] = ()
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -138,6 +140,8 @@ class Extent:
             data |= {"encoding": self.encoding, "scale": self.scale}
         if self.compression:
             data |= {"compression": self.compression, "chunks": _lists(self.chunks)}
+        if self.chunk_sums:
+            data["chunk_crc32c"] = list(self.chunk_sums)
         return data
 
     @classmethod
@@ -152,6 +156,7 @@ class Extent:
             scale=float(data.get("scale", 1.0)),
             compression=str(data.get("compression", "")),
             chunks=tuple((int(offset), int(length)) for offset, length in data.get("chunks", ())),
+            chunk_sums=tuple(int(found) for found in data.get("chunk_crc32c", ())),
         )
         expected = extent.numpy_dtype.itemsize * prod(extent.sample_shape)
         if extent.stride != expected or extent.offset < 0 or not extent.shape or min(extent.shape) < 0:
@@ -164,6 +169,10 @@ class Extent:
             offset < 0 or length < 0 for offset, length in extent.chunks
         ):
             raise UsageError(f"extent of {extent.field!r}: {len(extent.chunks)} chunks, expected one a sample")
+        if extent.chunk_sums and len(extent.chunk_sums) != len(extent.chunks):
+            raise UsageError(
+                f"extent of {extent.field!r}: {len(extent.chunk_sums)} sums of {len(extent.chunks)} chunks"
+            )
         return extent
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "MAX_PHONON_ELEMENTS",
     "PARAMS_DTYPE",
     "PARAMS_SINCE_2",
+    "RESERVED_NAMES",
     "SHARD_FORMAT",
     "SHARD_VERSION",
     "SHARD_VERSIONS_READ",
@@ -37,6 +38,11 @@ MANIFEST_VERSION = 1
 # The small tables beside the array fields. `/params_crc32c` (n,) is to `/params` what `/crc32c` (n, fields) is to the
 # array fields, whose names in the order of the columns stand in its attribute `fields`.
 TABLES = ("uid", "params", "crc32c", "params_crc32c")
+
+# No field and no column of one's own may be called so: what stands beside the fields in a shard, what a condition knows
+# of a sample besides its parameters, and what exports call their axis of samples and their groups.
+RESERVED_NAMES = frozenset({*TABLES, "structures", "sample", "formula", "source", "space_group", "datacube",
+                            "metadatabundle"})  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from exitwave.ingest.codecs import check_codec
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import byte_view, crc32c, disk_full_means_interrupted, part_path, publish, shard_path
 from exitwave.ingest.records import Extent, PublishedShard, StructureInfo, check_name
-from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, FieldSpec
+from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, TABLES, FieldSpec
 from exitwave.ingest.shard_check import describe_shard
 from exitwave.ingest.shard_reader import ShardReader, Structure, read_extents
 
@@ -86,6 +86,8 @@ class ShardWriter:
         self.fields = tuple(fields)
         for field in self.fields:
             check_codec(field.name, field.dtype, field.encoding)
+            if field.name in (*TABLES, "structures"):
+                raise UsageError(f"field {field.name!r}: a shard has something else of that name; choose another.")
         self._attrs: dict[str, Any] = {
             "format": SHARD_FORMAT,
             "format_version": SHARD_VERSION,

@@ -43,8 +43,10 @@ def describe_shard(path: Path, relative: str) -> PublishedShard:
             for row, uid in enumerate(uids.tolist()):
                 stored = np.empty(extent.sample_shape, dtype=extent.numpy_dtype)
                 data = stored.reshape(-1).view(np.uint8)
-                if not read_sample(fd, extent, row, data) or crc32c(data) != sums[row, column]:
-                    raise DamagedDataError(f"{path}: sample {row} (uid {uid:#018x}), {field.name}: wrong checksum")
+                wrong = read_sample(fd, extent, row, data)
+                if wrong or crc32c(data) != sums[row, column]:
+                    why = wrong or "wrong checksum"
+                    raise DamagedDataError(f"{path}: sample {row} (uid {uid:#018x}), {field.name}: {why}")
                 sample = decode(field, stored)
                 if sample.size:
                     low, high = min(low, float(sample.min())), max(high, float(sample.max()))

@@ -14,6 +14,7 @@ import numpy as np
 
 from exitwave.ingest.codecs import decode
 from exitwave.ingest.errors import DamagedDataError, UsageError
+from exitwave.ingest.files import crc32c
 from exitwave.ingest.records import Extent, StructureInfo, dtype_to_json
 from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSIONS_READ, TABLES, FieldSpec
 
@@ -144,7 +145,8 @@ _FILTERS = {32008: "bitshuffle-lz4", 32026: "blosc2-zstd"}  # by the numbers tha
 
 
 def _chunks(data: Any) -> dict[str, Any]:
-    """`compression` and `chunks` of a dataset whose samples are one compressed chunk each; nothing for others."""
+    """`compression`, `chunks` and their checksums of a dataset whose samples are one compressed chunk each; nothing
+    for others."""
     if data.chunks != (1, *data.shape[1:]) and data.chunks != (1,):
         return {}
     filters = data.id.get_create_plist()
@@ -155,7 +157,12 @@ def _chunks(data: Any) -> dict[str, Any]:
     found = [data.id.get_chunk_info_by_coord((row, *rest)) for row in range(data.shape[0])]
     if any(info.filter_mask for info in found):
         return {}
-    return {"compression": name, "chunks": [(info.byte_offset, info.size) for info in found]}
+    chunks = (data.id.read_direct_chunk((row, *rest))[1] for row in range(data.shape[0]))
+    return {
+        "compression": name,
+        "chunks": [(info.byte_offset, info.size) for info in found],
+        "chunk_crc32c": [crc32c(np.frombuffer(chunk, np.uint8)) for chunk in chunks],
+    }
 
 
 def _extents(file: Any) -> Iterator[Extent]:

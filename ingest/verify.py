@@ -135,9 +135,9 @@ def _check_samples(fd: int, shard: PublishedShard, wrong: Callable[..., Bad], se
         for column, extent in enumerate(fields):
             buffer = np.empty(extent.stride, np.uint8)
             for row, uid in enumerate(uids):
-                whole = read_sample(fd, extent, row, buffer)
+                why = read_sample(fd, extent, row, buffer)
                 found, expected = crc32c(buffer), int(tables["crc32c"][row, column])
-                if not whole or found != expected:
-                    why = f"crc32c {found:08x}, expected {expected:08x}" if whole else "the file is short"
+                if why or found != expected:
+                    why = why or f"crc32c {found:08x}, expected {expected:08x}"
                     bad.append(wrong(f"sample {row}: {why}", uid, extent.field))
     return bad

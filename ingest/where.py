@@ -200,7 +200,7 @@ def columns_of(params: Array, extra: Mapping[str, Array]) -> dict[str, Array]:
     """The columns (n, …) that a condition may name: those of `params` (n,), texts decoded, and `extra`."""
     columns = {name: params[name] for name in params.dtype.names or ()}
     columns |= extra
-    return {name: c.astype(str) if c.dtype.kind == "S" else c for name, c in columns.items()}
+    return {name: np.char.decode(c, "utf-8", "replace") if c.dtype.kind == "S" else c for name, c in columns.items()}
 
 
 def select_rows(text: str, columns: Mapping[str, Array], n: int) -> Array:

@@ -49,6 +49,6 @@ def dataset_view(data: Dataset) -> Any:
     for name in params.dtype.names or ():
         column = params[name]
         if column.dtype.kind == "S":
-            column = column.astype(str)
+            column = np.char.decode(column, "utf-8", "replace")
         coordinates[name] = (("sample", *(f"{name}_{i}" for i in range(column.ndim - 1))), column)
     return xarray.Dataset(variables, coords=coordinates, attrs={"dataset_id": data.dataset_id})

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from exitwave.ingest.schema import FieldSpec
     from exitwave.simulate.campaign import CampaignResult, run_campaign
     from exitwave.simulate.cluster import make_cluster
     from exitwave.simulate.cost import calibrate
+    from exitwave.simulate.own import OwnSimulator, own_simulator
+    from exitwave.simulate.parametric import ParametricPlan, ParametricSpec, make_parametric_plan
     from exitwave.simulate.plan import Plan, make_plan
     from exitwave.simulate.simulator import Sample, get_simulator, simulate_sample
     from exitwave.simulate.spec import CampaignSpec
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = [
     "CampaignResult",
     "CampaignSpec",
+    "FieldSpec",
+    "OwnSimulator",
+    "ParametricPlan",
+    "ParametricSpec",
     "Plan",
     "Sample",
     "SampleSpec",
@@ -26,7 +33,9 @@ __all__ = [
     "campaign_status",
     "get_simulator",
     "make_cluster",
+    "make_parametric_plan",
     "make_plan",
+    "own_simulator",
     "run_campaign",
     "simulate_sample",
 ]
@@ -34,6 +43,10 @@ __all__ = [
 _WHERE = {
     "CampaignResult": "campaign",
     "CampaignSpec": "spec",
+    "FieldSpec": "exitwave.ingest.schema",
+    "OwnSimulator": "own",
+    "ParametricPlan": "parametric",
+    "ParametricSpec": "parametric",
     "Plan": "plan",
     "Sample": "simulator",
     "SampleSpec": "tasks",
@@ -43,7 +56,9 @@ _WHERE = {
     "campaign_status": "state",
     "get_simulator": "simulator",
     "make_cluster": "cluster",
+    "make_parametric_plan": "parametric",
     "make_plan": "plan",
+    "own_simulator": "own",
     "run_campaign": "campaign",
     "simulate_sample": "simulator",
 }
@@ -55,4 +70,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    where = _WHERE[name]
+    return getattr(import_module(where if "." in where else f"{__name__}.{where}"), name)

@@ -131,6 +131,7 @@ class AbtemSimulator:
         self.real = np.dtype(precision)
         self.complex = np.result_type(self.real, np.complex64)
         self._period: tuple[Any, NDArray[np.floating]] | None = None
+        self._labelled: tuple[Any, dict[str, NDArray[np.float64]]] | None = None
         self._between: tuple[Any, NDArray[np.complexfloating], NDArray[np.floating]] | None = None
 
     def configured(self, planning: str = "FFTW_ESTIMATE") -> AbstractContextManager[Any]:
@@ -161,9 +162,9 @@ class AbtemSimulator:
                     total[name] = total[name] + values if name in total else values
         made = []
         for spec, total in zip(members, sums, strict=True):
-            arrays = {name: values / max(1, count) for name, values in total.items()}
+            arrays = {name: values / count for name, values in total.items()} if count > 1 else dict(total)
             if spec.recipe.label.atoms == "static":
-                arrays |= _potentials(spec, self.static_slices(spec))
+                arrays |= self._static_potentials(spec)
             captured = float(arrays["captured"])
             if spec.recipe.images is not None:
                 arrays["focus_A"] = np.array(spec.focus_A)
@@ -172,6 +173,16 @@ class AbtemSimulator:
             params["simulator"] = self.route(spec).encode()
             made.append(Sample(uid=spec.uid, params=params, arrays=named))
         return made
+
+    def _static_potentials(self, spec: SampleSpec) -> dict[str, NDArray[np.float64]]:
+        """The label's fields of the undisplaced crystal; neighbours often have the same, which is made once."""
+        slices = self.static_slices(spec)
+        recipe, turn = spec.recipe, lattice_rotation_deg(spec.values)
+        where = (recipe.label, recipe.volume, recipe.fields, recipe.label_sampling_A, spec.scan_origin_yx_A, turn)
+        key = (slices.key, spec.exit_plane, *where)
+        if slices.key is None or self._labelled is None or self._labelled[0] != key:
+            self._labelled = (key, _potentials(spec, slices))
+        return self._labelled[1]
 
     def route(self, spec: SampleSpec) -> str:
         """The name of the simulator that makes this sample."""

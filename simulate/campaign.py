@@ -29,13 +29,10 @@ from exitwave.ingest.files import disk_full_means_interrupted, sweep_parts, writ
 from exitwave.ingest.manifest import MANIFEST_NAME, ManifestWriter, create_dataset, load_manifest
 from exitwave.ingest.records import Header, PublishedShard
 from exitwave.simulate.cluster import Cluster, Outcome
-from exitwave.simulate.cost import estimate_seconds
 from exitwave.simulate.lease import Lease
-from exitwave.simulate.plan import Plan
 from exitwave.simulate.state import PLAN_NAME
-from exitwave.simulate.tasks import TaskSpec, fields_of
 from exitwave.simulate.wisdom import FOLDER as WISDOM_FOLDER
-from exitwave.simulate.wisdom import make_wisdom
+from exitwave.simulate.work import CampaignPlan, CampaignTask
 from exitwave.simulate.worker import run_task
 
 __all__ = ["CampaignResult", "disk_shortage", "run_campaign"]
@@ -62,7 +59,7 @@ class CampaignResult:
     seconds: float
 
 
-def disk_shortage(plan: Plan, dataset: Path) -> str | None:
+def disk_shortage(plan: CampaignPlan, dataset: Path) -> str | None:
     """What to say where the data set does not fit on its disk, else None."""
     folder = next(p for p in (dataset, *dataset.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
@@ -71,7 +68,7 @@ def disk_shortage(plan: Plan, dataset: Path) -> str | None:
 
 
 def run_campaign(
-    plan: Plan,
+    plan: CampaignPlan,
     dataset: Path,
     cluster: Cluster,
     *,
@@ -124,15 +121,15 @@ def _make_folder(dataset: Path) -> None:
             )
 
 
-def _lay_out(plan: Plan, dataset: Path) -> None:
+def _lay_out(plan: CampaignPlan, dataset: Path) -> None:
     """The files of a data set besides its shards; a data set that exists is left as it is."""
     sweep_parts(dataset)
     if not (dataset / MANIFEST_NAME).exists():
         header = Header(
             dataset_id=f"{plan.campaign_hash[:24]}",
             campaign_hash=plan.campaign_hash,
-            fields=fields_of(plan.spec.recipe()),
-            name=plan.spec.name,
+            fields=plan.fields,
+            name=plan.name,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             exitwave_version=_version(),
         )
@@ -145,12 +142,12 @@ def _lay_out(plan: Plan, dataset: Path) -> None:
             "shard_id": task.shard_id,
             "samples": len(task.sample_indices),
             "split": task.split,
-            "structures": [task.structure.source],
+            "structures": list(task.sources),
         }
         for task in plan.tasks
     ]
     content = {
-        "name": plan.spec.name,
+        "name": plan.name,
         "campaign_hash": plan.campaign_hash,
         "rejected": [{"source": r.source, "why": r.why} for r in plan.rejected],
         "rejected_samples": plan.rejected_samples,
@@ -159,12 +156,12 @@ def _lay_out(plan: Plan, dataset: Path) -> None:
     write_atomic(dataset / PLAN_NAME, json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
 
 
-def _resolved(plan: Plan) -> bytes:
+def _resolved(plan: CampaignPlan) -> bytes:
     """The campaign with every default written out, as JSON, which is YAML too."""
-    return json.dumps(plan.spec.model_dump(mode="json"), indent=2, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(plan.resolved(), indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _refuse_other_campaign(plan: Plan, dataset: Path) -> None:
+def _refuse_other_campaign(plan: CampaignPlan, dataset: Path) -> None:
     if not (dataset / MANIFEST_NAME).exists():
         return
     found = load_manifest(dataset).header.campaign_hash
@@ -175,7 +172,7 @@ def _refuse_other_campaign(plan: Plan, dataset: Path) -> None:
         differences = list(_differences(there, json.loads(_resolved(plan))))
     except (OSError, ValueError):
         differences = [f"its {CAMPAIGN_NAME} cannot be read"]
-    told = "; ".join(differences[:8]) or "the content of a structure's file has changed"
+    told = "; ".join(differences[:8]) or "the content of a structure's file or of a simulator has changed"
     raise UsageError(
         f"{dataset} holds another campaign ({found[:12]}, this one is {plan.campaign_hash[:12]}): {told}. "
         "Choose another folder, or give back the old configuration."
@@ -212,7 +209,7 @@ class _Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CampaignPlan,
         dataset: Path,
         cluster: Cluster,
         log: EventLog,
@@ -224,19 +221,17 @@ class _Run:
         self.plan, self.dataset, self.cluster = plan, dataset, cluster
         self.log, self.manifest, self.stop, self.drain_s = log, manifest, stop, drain_s
         committed = {shard.shard_id for shard in load_manifest(dataset).shards}
-        self.todo: deque[TaskSpec] = deque(t for t in plan.tasks if t.shard_id not in committed)
+        self.todo: deque[CampaignTask] = deque(t for t in plan.tasks if t.shard_id not in committed)
         self.done = [t for t in plan.tasks if t.shard_id in committed]
-        self.failed: list[TaskSpec] = []
-        self.running: dict[str, tuple[TaskSpec, float]] = {}
+        self.failed: list[CampaignTask] = []
+        self.running: dict[str, tuple[CampaignTask, float]] = {}
         self.tries: dict[str, int] = {}
         self.earlier = _earlier_attempts(dataset)
         self.stall_s = stall_s if stall_s is not None else self._patience()
 
     def _patience(self) -> float:
         """Without any outcome for so long, the workers hang: far more than the longest task should need."""
-        simulator = self.plan.simulator
-        costs = (sum(estimate_seconds(s, simulator) for s in t.samples()) for t in list(self.todo)[:64])
-        longest = max(costs, default=0.0)
+        longest = max((task.estimated_seconds() for task in list(self.todo)[:64]), default=0.0)
         return max(600.0, 30.0 * longest)
 
     def execute(self) -> CampaignResult:
@@ -244,7 +239,7 @@ class _Run:
         if not self.todo:
             return self._result(began)
         try:
-            make_wisdom(self.plan, self.dataset)
+            self.plan.prepare(self.dataset)
             self.cluster.start(self.plan.simulator)
             self._announce()
             self._loop()
@@ -288,13 +283,13 @@ class _Run:
             for outcome in outcomes:
                 self._take(outcome)
 
-    def _submit(self, task: TaskSpec) -> None:
+    def _submit(self, task: CampaignTask) -> None:
         self.tries[task.task_id] = self.tries.get(task.task_id, 0) + 1
         self.log.emit("task_submitted", task=task.task_id, attempt=self._attempt(task))
         self.running[task.task_id] = (task, time.monotonic())
         self.cluster.submit(task.task_id, run_task, task, str(self.dataset.absolute()))
 
-    def _attempt(self, task: TaskSpec) -> int:
+    def _attempt(self, task: CampaignTask) -> int:
         return self.earlier.get(task.task_id, 0) + self.tries.get(task.task_id, 0)
 
     def _take(self, outcome: Outcome) -> None:
@@ -308,7 +303,7 @@ class _Run:
         else:
             self._failed(task, outcome, time.monotonic() - since)
 
-    def _commit(self, task: TaskSpec, receipt: Mapping[str, Any]) -> None:
+    def _commit(self, task: CampaignTask, receipt: Mapping[str, Any]) -> None:
         published = PublishedShard.from_json(receipt["published"])
         self.manifest.commit(published, split=task.split, producer=receipt["producer"])
         self.done.append(task)
@@ -319,13 +314,14 @@ class _Run:
             n=published.n,
             nbytes=published.nbytes,
             seconds=receipt["seconds"],
+            simulated_s=receipt.get("simulated_s", 0.0),
             host=receipt["producer"].get("host", ""),
             attempt=self._attempt(task),
             adopted=receipt["adopted"],
             committed=len(self.done),
         )
 
-    def _failed(self, task: TaskSpec, outcome: Outcome, seconds: float) -> None:
+    def _failed(self, task: CampaignTask, outcome: Outcome, seconds: float) -> None:
         final = self.tries[task.task_id] >= MAX_ATTEMPTS.get(outcome.kind, 1)
         self.log.emit(
             "task_failed",
@@ -335,7 +331,7 @@ class _Run:
             host="",
             attempt=self._attempt(task),
             seconds=round(seconds, 3),
-            structures=[task.structure.source],
+            structures=list(task.sources),
             final=final,
         )
         if final:

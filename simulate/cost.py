@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,31 +112,44 @@ def sample_bytes_of(sample: SampleSpec) -> int:
 
 
 def calibrate(plan: Plan, *, budget_s: float = 10.0) -> Calibration:
-    """Simulate the cheapest sample of each grid, costliest grids first, for `budget_s`; scale by the model.
+    """Simulate the cheapest pass of each class of samples, costliest classes first, for `budget_s`; scale by the model.
 
-    The first sample of all is simulated twice, since the first run compiles and imports.
+    A class is a grid, a route, and whether atoms are displaced. Passes are measured whole, since what a pass shares is
+    most of its cost. Each class is entered through a single slice first: what happens once in a worker (imports,
+    compiled code, plans) is no part of core-hours.
     """
+    from exitwave.simulate.passes import passes
     from exitwave.simulate.simulator import get_simulator
 
-    cheapest: dict[tuple[int, int], SampleSpec] = {}
-    weight: dict[tuple[int, int], float] = {}
-    for sample in plan.samples():
-        grid = sample.grid_yx
-        cost = estimate_seconds(sample, plan.simulator)
-        weight[grid] = weight.get(grid, 0.0) + cost
-        if grid not in cheapest or cost < estimate_seconds(cheapest[grid], plan.simulator):
-            cheapest[grid] = sample
+    cheapest: dict[Hashable, tuple[float, list[SampleSpec]]] = {}
+    weight: dict[Hashable, float] = {}
+    for task in plan.tasks:
+        for members in passes(task.samples()):
+            spec = members[0]
+            kind: Hashable = (
+                spec.grid_yx,
+                route(spec) if plan.simulator == "auto" else "",
+                bool(spec.recipe.phonons.count),
+            )
+            cost = sum(estimate_seconds(member, plan.simulator) for member in members)
+            weight[kind] = weight.get(kind, 0.0) + cost
+            if kind not in cheapest or cost < cheapest[kind][0]:
+                cheapest[kind] = (cost, members)
     simulator = get_simulator(plan.simulator)
-    order = sorted(cheapest, key=lambda grid: -weight[grid])
-    next(iter(simulator.simulate([cheapest[order[0]]])))
-    ratios: dict[tuple[int, int], float] = {}
+    ratios: dict[Hashable, float] = {}
+    measured = 0
     began = time.perf_counter()
-    for grid in order:
+    for kind in sorted(cheapest, key=lambda one: -weight[one]):
+        cost, members = cheapest[kind]
+        first = members[0]
+        slices = 1 if first.recipe.volume is None else first.recipe.volume.slabs  # a slab has at least one
+        for _ in simulator.simulate([replace(first, exit_plane=min(slices, first.exit_plane))]):
+            pass
         start = time.perf_counter()
-        next(iter(simulator.simulate([cheapest[grid]])))
-        ratios[grid] = (time.perf_counter() - start) / estimate_seconds(cheapest[grid], plan.simulator)
+        measured += sum(1 for _ in simulator.simulate(members))
+        ratios[kind] = (time.perf_counter() - start) / cost
         if time.perf_counter() - began > budget_s:
             break
     usual = float(np.median(list(ratios.values())))
-    seconds = sum(w * ratios.get(grid, usual) for grid, w in weight.items())
-    return Calibration(core_seconds=seconds, measured_samples=len(ratios), measured_seconds=time.perf_counter() - began)
+    seconds = sum(w * ratios.get(kind, usual) for kind, w in weight.items())
+    return Calibration(core_seconds=seconds, measured_samples=measured, measured_seconds=time.perf_counter() - began)

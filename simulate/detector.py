@@ -144,6 +144,15 @@ class Resampling:
         kept = take(points)
         return replace(self, turned=self.turned[:, kept.ravel()], grid_yx=kept.shape)
 
+    def bands(self) -> tuple[Any, Any] | None:
+        """`rows` and `columns` as what is not zero in them, each (starts, places, weights); None where turned."""
+        if self.rows is None or self.columns is None:
+            return None
+        from scipy.sparse import csr_array
+
+        rows, columns = csr_array(self.rows), csr_array(self.columns)
+        return (rows.indptr, rows.indices, rows.data), (columns.indptr, columns.indices, columns.data)
+
     def seen(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which rows and which columns of the grid the detector sees anything of."""
         if self.rows is not None and self.columns is not None:

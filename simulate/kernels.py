@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-__all__ = ["LINES", "advance", "enter", "intensity", "leave", "place"]
+__all__ = ["LINES", "advance", "enter", "intensity", "leave", "place", "resample"]
 
 LINES = 8  # lines that are transformed together: 8 complex64 are a cache line, and 8 lines stay in the first cache
 
@@ -151,9 +151,30 @@ def _to_columns(lines: Any, shift: Any, plane: Any, x: Any, first: Any, last: An
 
 
 @_compiled
-def intensity(spectrum: Any, weight: Any, out: Any) -> None:
-    """out = |spectrum|^2 weight, in float64."""
+def intensity(spectrum: Any, weight: Any, scale: Any, out: Any) -> None:
+    """out = |spectrum|^2 weight scale, in float64."""
     for j in range(out.shape[0]):
         for i in range(out.shape[1]):
             real, imag = float(spectrum[j, i].real), float(spectrum[j, i].imag)
-            out[j, i] = (real * real + imag * imag) * weight[j, i]
+            out[j, i] = (real * real + imag * imag) * (weight[j, i] * scale)
+
+
+@_compiled
+def resample(intensity: Any, rows: Any, columns: Any, line: Any, over: Any, out: Any) -> None:
+    """out (Qy, Qx) = R intensity C^T / over, with R (Qy, Ny) and C (Qx, Nx) each as (starts, places, weights).
+
+    A pixel receives from a few points alone: those of pixel q are places[starts[q]:starts[q + 1]]. `line` (Nx,) is
+    room to work in.
+    """
+    for q in range(out.shape[0]):
+        for i in range(line.size):
+            line[i] = 0.0
+        for k in range(rows[0][q], rows[0][q + 1]):
+            weight, source = rows[2][k], intensity[rows[1][k]]
+            for i in range(line.size):
+                line[i] += weight * source[i]
+        for p in range(out.shape[1]):
+            total = 0.0
+            for k in range(columns[0][p], columns[0][p + 1]):
+                total += columns[2][k] * line[columns[1][k]]
+            out[q, p] = total / over

@@ -90,9 +90,18 @@ def lattice_phases(
     along_i = (ky * math.cos(angle) - kx * math.sin(angle)) * sampling_A
     along_j = (ky * math.sin(angle) + kx * math.cos(angle)) * sampling_A
     origin = ky * origin_yx_A[0] + kx * origin_yx_A[1]
-    left = np.exp(2j * np.pi * (np.arange(shape[0])[:, None] * along_i + origin))
-    right = np.exp(2j * np.pi * np.arange(shape[1])[:, None] * along_j)
-    return left, right
+    return _powers(along_i, shape[0]) * np.exp(2j * np.pi * origin), _powers(along_j, shape[1])
+
+
+def _powers(turns: NDArray[np.float64], count: int) -> NDArray[np.complex128]:
+    """exp(2 pi i n turns) for n = 0 .. count - 1, (count, K): few exponentials, and a product for each of the rest.
+
+    n = 16 a + b, so that every value is one product of two exponentials: no rounding adds up.
+    """
+    step = 16
+    fine = np.exp(2j * np.pi * np.arange(min(step, count))[:, None] * turns)
+    coarse = np.exp(2j * np.pi * np.arange(0, count, step)[:, None] * turns)
+    return (coarse[:, None] * fine[None]).reshape(-1, turns.size)[:count]
 
 
 def slab_weights(slices: int, slabs: int) -> NDArray[np.float64]:

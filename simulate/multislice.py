@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
 from exitwave.simulate.passes import propagations
-from exitwave.simulate.propagation import KeptRows, Propagation, batch_waves, kept_rows
+from exitwave.simulate.propagation import KeptRows, Propagation, batch_waves, inverse_of_points, kept_rows
 from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
 
@@ -64,6 +64,8 @@ class FastSimulator(AbtemSimulator):
 
     def _patterns_at(self, members: Sequence[SampleSpec], slices: Slices) -> list[NDArray[np.float64]]:
         """Patterns of samples that differ in thickness alone, thinnest first, from one propagation."""
+        from exitwave.simulate import kernels
+
         spec = members[-1]
         points = self.positions(spec)
         beam = self._beam(spec)
@@ -71,8 +73,13 @@ class FastSimulator(AbtemSimulator):
         planes = sorted({member.exit_plane for member in members})
         out = np.empty((len(planes), len(points), *spec.recipe.detector.shape))
 
+        bands, line = detector.bands(), np.empty(spec.grid_yx[1])
+
         def detect(position: int, which: int, intensity: NDArray[np.float64]) -> None:
-            out[which, position] = detector(intensity) / beam.incident
+            if bands is None:
+                out[which, position] = detector(intensity) / beam.incident
+            else:
+                kernels.resample(intensity, *bands, line, beam.incident, out[which, position])
 
         self._propagate(spec, beam, slices, points, planes, detect)
         return [scan_patterns(spec, out[planes.index(member.exit_plane)]) for member in members]
@@ -126,23 +133,24 @@ class FastSimulator(AbtemSimulator):
         (ny, nx), (ly, lx) = spec.grid_yx, spec.structure.extent_yx_A
         ky = beam.rows.take(np.fft.fftfreq(ny, ly / ny))
         kx = np.fft.fftfreq(nx, lx / nx)
-        points = self.real.type(ny * nx)
+        factor, made_good = inverse_of_points(ny * nx, self.real)
         weight = np.abs(beam.propagator.astype(np.complex128)) ** 2
         intensity = np.empty((len(beam.rows), nx))
 
         def observe(position: int, which: int, spectrum: NDArray[np.complexfloating]) -> None:
-            kernels.intensity(spectrum, weight, intensity)
+            # once for the probe, once for each propagation before this plane
+            kernels.intensity(spectrum, weight, made_good ** exit_planes[which], intensity)
             detect(position, which, intensity)
 
         self._propagation(spec.grid_yx, beam.rows).run(
-            probe=beam.probe / points,
+            probe=beam.probe * factor,
             shifts=[
                 (np.exp(-2j * np.pi * y * ky).astype(self.complex), np.exp(-2j * np.pi * x * kx).astype(self.complex))
                 for y, x in points_yx
             ],
             transmissions=self.bandlimited(spec, slices, beam.aperture),
             order=slices.order,
-            propagator=beam.propagator / points,
+            propagator=beam.propagator * factor,
             exit_planes=exit_planes,
             observe=observe,
         )

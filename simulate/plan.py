@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION
+from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, FieldSpec
 from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
 from exitwave.simulate.simulator import resolve_simulator
 from exitwave.simulate.spec import MAX_SAMPLES, CampaignSpec, StrongestAxes
@@ -54,6 +54,24 @@ class Plan:
     core_seconds: float
     bytes: int
     memory_per_worker_bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def fields(self) -> tuple[FieldSpec, ...]:
+        return fields_of(self.spec.recipe())
+
+    def resolved(self) -> dict[str, Any]:
+        """The campaign with every default written out, as plain values."""
+        return self.spec.model_dump(mode="json")
+
+    def prepare(self, dataset: Path) -> None:
+        """Before the first task: wisdom for the transforms, where the campaign is long enough to gain by it."""
+        from exitwave.simulate.wisdom import make_wisdom
+
+        make_wisdom(self, dataset)
 
     @property
     def n_samples(self) -> int:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KeptRows", "Propagation", "batch_waves", "kept_rows", "propagation_bytes"]
+__all__ = ["KeptRows", "Propagation", "batch_waves", "inverse_of_points", "kept_rows", "propagation_bytes"]
 
 _LINES = 8  # lines that are transformed together; the number of kept rows is rounded up to it
 _MOST_WAVES = 4
@@ -46,6 +46,16 @@ def propagation_bytes(grid_yx: tuple[int, int], itemsize: int = 8) -> int:
     """Most bytes that a Propagation's buffers take: waves, a spectrum, an intensity."""
     points = (grid_yx[0] + 16) * (grid_yx[1] + 16)
     return points * (itemsize * (batch_waves(grid_yx, itemsize) + 1) + 8)
+
+
+def inverse_of_points(points: int, real: np.dtype[Any]) -> tuple[Any, float]:
+    """1 / points as the loop multiplies by it, and by how much an intensity must be multiplied for each time it did.
+
+    In float32 the factor is off by up to 6e-8, at every slice by the same and in the same direction: after a hundred
+    slices the intensity by up to 1e-5. That is known exactly, and made good in float64 where a wave is detected.
+    """
+    factor = real.type(1.0 / points)
+    return factor, (points * float(factor)) ** -2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,15 @@ import numpy as np
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.tasks import SampleSpec
 
-__all__ = ["Sample", "Simulator", "get_simulator", "resolve_simulator", "simulate_sample", "simulator_names"]
+__all__ = [
+    "Sample",
+    "Simulator",
+    "get_simulator",
+    "prepared_simulator",
+    "resolve_simulator",
+    "simulate_sample",
+    "simulator_names",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,19 @@ def get_simulator(name: str = "auto") -> Simulator:
 
         return WeakPhaseSimulator()
     raise UsageError(f"simulator {name!r} does not exist; there are {', '.join(simulator_names())}")
+
+
+_prepared: dict[str, Simulator] = {}
+
+
+def prepared_simulator(name: str) -> Simulator:
+    """The simulator of this process by that name; the first call imports and configures it, for one thread."""
+    if name not in _prepared:
+        from exitwave.simulate.threads import limit_threads
+
+        _prepared[name] = get_simulator(name)
+        limit_threads()
+    return _prepared[name]
 
 
 def simulate_sample(spec: SampleSpec, *, simulator: str = "auto") -> Sample:

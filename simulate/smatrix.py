@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from exitwave.simulate.abtem_backend import Slices
 from exitwave.simulate.detector import Resampling
 from exitwave.simulate.multislice import FastSimulator
-from exitwave.simulate.propagation import KeptRows, kept_rows
+from exitwave.simulate.propagation import KeptRows, inverse_of_points, kept_rows
 from exitwave.simulate.route import route
 from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
@@ -88,9 +88,11 @@ class SMatrixSimulator(FastSimulator):
             np.zeros((len(front), *member.recipe.detector.shape)) for front, member in zip(fronts, members, strict=True)
         ]
         transmissions = self.bandlimited(spec, slices, optics.aperture)
+        _, made_good = inverse_of_points(spec.grid_yx[0] * spec.grid_yx[1], self.real)
         for first, matrix in self._bands(spec, rows, propagator, transmissions, slices, planes, beams_yx, window):
             for member, front, out in zip(members, fronts, found, strict=True):
-                self._reduce(front, matrix[planes.index(member.exit_plane)], first, window, out)
+                plane = member.exit_plane
+                self._reduce(front, matrix[planes.index(plane)], made_good**plane, first, window, out)
         return [scan_patterns(member, out) for member, out in zip(members, found, strict=True)]
 
     def _window(self, spec: SampleSpec, rows: KeptRows, weight: NDArray[np.float64]) -> _Window:
@@ -140,7 +142,8 @@ class SMatrixSimulator(FastSimulator):
         # A beam is a plane wave of amplitude 1: one point of its transform, over the number of points of the grid.
         one_y, one_x = (np.eye(count, dtype=self.complex) for count in (ny, nx))
         beams = [(rows.take(one_y[y]), one_x[x]) for y, x in beams_yx]
-        unit = np.full((len(rows), nx), 1.0 / (ny * nx), dtype=self.complex)
+        factor, _ = inverse_of_points(ny * nx, self.real)
+        unit = np.full((len(rows), nx), factor, dtype=self.complex)
         for first in range(0, window.tiles, most):
             count = min(most, window.tiles - first)
             matrix = np.zeros((len(planes), count, len(beams_yx), points), dtype=self.complex)
@@ -164,7 +167,7 @@ class SMatrixSimulator(FastSimulator):
                 shifts=beams,
                 transmissions=transmissions,
                 order=slices.order,
-                propagator=propagator / self.real.type(ny * nx),
+                propagator=propagator * factor,
                 exit_planes=planes,
                 observe=keep,
             )
@@ -174,11 +177,12 @@ class SMatrixSimulator(FastSimulator):
         self,
         front: NDArray[np.complexfloating],
         matrix: NDArray[np.complexfloating],
+        scale: float,
         first: int,
         window: _Window,
         out: NDArray[np.float64],
     ) -> None:
-        """Adds to `out` (positions, Qy, Qx) what the tiles of `matrix` (tiles, beams, points of a tile) hold.
+        """Adds to `out` (positions, Qy, Qx) `scale` times what the tiles of `matrix` (tiles, beams, points) hold.
 
         Each product has one shape for a sample; BLAS rounds a product of another shape differently.
         """
@@ -190,7 +194,7 @@ class SMatrixSimulator(FastSimulator):
             for index, tile in enumerate(matrix, start=first):
                 psi = block @ tile  # (positions, points of a tile)
                 intensity = psi.real.astype(np.float64) ** 2 + psi.imag.astype(np.float64) ** 2
-                intensity *= window.weight[index]
+                intensity *= window.weight[index] * scale
                 patterns = window.detectors[index](intensity.reshape(positions, window.tile_rows, -1))
                 out[start : start + positions] += patterns[: len(some)]
 

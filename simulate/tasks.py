@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from exitwave.ingest.records import StructureInfo
 from exitwave.ingest.schema import MAX_PHONON_ELEMENTS, PARAMS_DTYPE, SHARD_VERSION, FieldSpec
 from exitwave.simulate.distributions import bounds, draw, uniform_stream
 from exitwave.simulate.label import label_bandlimit
@@ -32,6 +34,10 @@ from exitwave.simulate.physics import (
 )
 from exitwave.simulate.spec import Recipe
 
+if TYPE_CHECKING:
+    from exitwave.ingest.shard import ShardWriter
+    from exitwave.simulate.simulator import Sample
+
 __all__ = [
     "SampleSpec",
     "StructureSpec",
@@ -40,6 +46,7 @@ __all__ = [
     "draw_sample",
     "fields_of",
     "reject_sample",
+    "rounded",
     "whole_slices",
 ]
 
@@ -94,6 +101,19 @@ class StructureSpec:
         """Points of the grid, (y, x): the next fast size at or below the wanted sampling."""
         y, x = self.extent_yx_A
         return smooth_size(y / sampling_A), smooth_size(x / sampling_A)
+
+    def info(self) -> StructureInfo:
+        """The structure as shard and manifest tell of it."""
+        return StructureInfo(
+            index=self.index,
+            formula=self.formula,
+            space_group=self.space_group,
+            prototype_group=self.prototype_group,
+            source=self.source,
+            licence=self.licence,
+            sha256=self.key,
+            zone_axis=self.zone_axis,
+        )
 
     def tiled(self, repeat_z: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Numbers (m,), positions (m, 3) and lengths (3,) of the supercell, columns (x, y, z)."""
@@ -276,14 +296,14 @@ def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, spl
     drawn_by, parts = recipe.fan_out.numbers(sample_index)
     key = f"{structure.key}|{','.join(map(str, structure.zone_axis))}"
     values = {
-        name: _rounded(draw(d, seed=seed, structure_key=key, sample=drawn_by, name=name, part=parts.get(name, (0, 1))))
+        name: rounded(draw(d, seed=seed, structure_key=key, sample=drawn_by, name=name, part=parts.get(name, (0, 1))))
         for name, d in recipe.sampling.drawn().items()
     }
     if recipe.sampling.touching_discs:
-        values["semiangle_mrad"] = _rounded(1e3 * wavelength_A(values["energy_keV"]) / (2.0 * structure.reflection_d_A))
+        values["semiangle_mrad"] = rounded(1e3 * wavelength_A(values["energy_keV"]) / (2.0 * structure.reflection_d_A))
     if recipe.sampling.scan_origin == "random":
         y, x = (
-            _rounded(length * next(uniform_stream(seed, key, drawn_by, f"scan_origin_{axis}")))
+            rounded(length * next(uniform_stream(seed, key, drawn_by, f"scan_origin_{axis}")))
             for axis, length in zip("yx", structure.extent_yx_A, strict=True)
         )
     else:
@@ -308,7 +328,7 @@ def draw_sample(structure: StructureSpec, recipe: Recipe, sample_index: int, spl
     )
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Twelve digits: the last bits of a logarithm differ between C libraries, and a uid must not."""
     return float(f"{value:.12g}")
 
@@ -399,6 +419,56 @@ class TaskSpec:
     @property
     def task_id(self) -> str:
         return f"task-{self.index:06d}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.structure.source,)
+
+    @property
+    def fields(self) -> tuple[FieldSpec, ...]:
+        return fields_of(self.recipe)
+
+    @property
+    def params_dtype(self) -> np.dtype[Any]:
+        return PARAMS_DTYPE
+
+    @property
+    def compression(self) -> str:
+        return self.recipe.storage.compression
+
+    def estimated_seconds(self) -> float:
+        """On one core, by the model of the cost."""
+        from exitwave.simulate.cost import estimate_seconds
+
+        return sum(estimate_seconds(sample, self.simulator) for sample in self.samples())
+
+    def prepare(self, dataset: Path) -> dict[str, str]:
+        """Import the simulator, take the data set's wisdom. Returns versions."""
+        from exitwave.simulate.simulator import prepared_simulator
+        from exitwave.simulate.wisdom import use_wisdom
+
+        simulator = prepared_simulator(self.simulator)
+        use_wisdom(dataset)
+        return {"simulator": self.simulator, "simulator_version": simulator.version}
+
+    def simulate(self) -> Iterator[Sample]:
+        """The samples, simulated, in order."""
+        from exitwave.simulate.simulator import prepared_simulator
+
+        return prepared_simulator(self.simulator).simulate(self.samples())
+
+    def add_structures(self, writer: ShardWriter) -> None:
+        """The crystal as simulated."""
+        structure = self.structure
+        numbers, positions, lengths = structure.tiled(1)
+        writer.add_structure(
+            structure.info(),
+            numbers=numbers,
+            positions_A=positions,
+            cell_A=np.diag(lengths),
+            pbc=np.ones(3, dtype=bool),
+            wyckoff=structure.wyckoff,
+        )
 
     def samples(self) -> tuple[SampleSpec, ...]:
         """The samples of this task, drawn anew; the same wherever this runs."""

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from exitwave.ingest.errors import UsageError
+from exitwave.simulate.parametric import ParametricPlan, ParametricSpec, make_parametric_plan
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.workflows.config import (
@@ -34,6 +35,7 @@ from exitwave.workflows.session import Session
 __all__ = [
     "Planned",
     "as_document",
+    "crystal_plan",
     "default_workers",
     "exit_code_of",
     "plan_campaign",
@@ -51,8 +53,8 @@ KeyPath = tuple[str | int, ...]
 class Planned:
     """A campaign that was read, checked and planned. `cluster` and `workers` are what a pipeline file says."""
 
-    spec: CampaignSpec
-    plan: Plan
+    spec: CampaignSpec | ParametricSpec
+    plan: Plan | ParametricPlan
     cluster: str = "local"
     workers: int | None = None
 
@@ -65,11 +67,38 @@ def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session
     document = load_document(path)
     if not is_pipeline(document):
         apply_overrides(document, overrides)
+        if is_parametric(document.data):
+            return _plan_parametric(document)
         return plan_campaign(document, validate(document, CampaignSpec), (), session=session)
+    if is_parametric(document.data.get("campaign")):
+        raise UsageError(
+            f"{document.place(('campaign',))}: campaign: the campaign of an own simulator stands in a file of its own, "
+            "for `exitwave plan` and `exitwave simulate`: `exitwave train` knows no network for it"
+        )
     sections = read_sections(document, overrides, "campaign")
     assert sections.campaign is not None
     planned = plan_campaign(document, sections.campaign, ("campaign",), session=session)
     return dataclasses.replace(planned, cluster=sections.cluster.kind, workers=sections.cluster.workers)
+
+
+def is_parametric(data: Any) -> bool:
+    """Whether a campaign is one of an own simulator."""
+    return isinstance(data, dict) and (isinstance(data.get("simulator"), dict) or "parameters" in data)
+
+
+def _plan_parametric(document: Document) -> Planned:
+    spec = validate(document, ParametricSpec)
+    try:
+        return Planned(spec=spec, plan=make_parametric_plan(spec, base_dir=document.folder))
+    except UsageError as error:
+        raise UsageError(_placed(document, (), str(error))) from error
+
+
+def crystal_plan(planned: Planned, option: str) -> Plan:
+    """The plan, for what shows crystals under a beam. UsageError naming the option for any other."""
+    if not isinstance(planned.plan, Plan):
+        raise UsageError(f"{option}: pictures are made of crystals under a beam; look at one sample by `exitwave show`")
+    return planned.plan
 
 
 def plan_campaign(
@@ -149,7 +178,8 @@ def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[s
             f"one sample needs about {human_bytes(plan.memory_per_worker_bytes)} of memory, this machine has "
             f"{human_bytes(memory)}. Use a coarser grid.sampling_A or a smaller cell.min_extent_A."
         )
-    document: dict[str, Any] = plan.summary(workers=n, calibration=calibrate(plan))
+    calibration = calibrate(plan) if isinstance(plan, Plan) else plan.calibration
+    document: dict[str, Any] = plan.summary(workers=n, calibration=calibration)
     return {**document, "free_bytes": free}
 
 
@@ -224,7 +254,7 @@ def _workers_line(event: Mapping[str, Any]) -> str:
     return f"{text}; dashboard: {event['dashboard']}" if event.get("dashboard") else text
 
 
-def _committed_samples(plan: Plan, dataset: Path) -> int:
+def _committed_samples(plan: Plan | ParametricPlan, dataset: Path) -> int:
     from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 
     if not (dataset / MANIFEST_NAME).exists():

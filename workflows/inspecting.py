@@ -141,12 +141,13 @@ def _axis(axis: tuple[int, int, int]) -> str:
 
 def structure_rows(manifest: Manifest) -> list[dict[str, Any]]:
     """One row for each structure and split: formula, split, space group, zone axis, samples, source, licence."""
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    # In a merged data set, two campaigns have a structure of the same number: what it is belongs to it.
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     order = {"train": 0, "val": 1, "test": 2}
     for shard in manifest.shards:
         for s in shard.structures:
             row = rows.setdefault(
-                (s.index, shard.split),
+                (s.index, shard.split, s.formula, s.sha256, s.zone_axis, s.source),
                 {
                     "formula": s.formula,
                     "split": shard.split,

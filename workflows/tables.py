@@ -46,9 +46,13 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 def plan_table(document: Row) -> Group:
     """What a campaign would do."""
     whole = rejected_structures(document["rejected"])
+    of = ("structures", str(document["structures"]) + (f", {whole} rejected" if whole else ""))
+    if document.get("simulator"):  # a user's own
+        fields = (f"{name} {'x'.join(map(str, shape))}" for name, _, shape, _ in document["fields"])
+        of = ("simulator", f"{document['simulator']} ({', '.join(fields)})")
     rows = [
         ("samples", f"{document['samples']} in {document['shards']} shards" + _splits(document)),
-        ("structures", str(document["structures"]) + (f", {whole} rejected" if whole else "")),
+        of,
         ("size", f"{human_bytes(document['bytes'])}" + _free(document)),
     ]
     if document.get("core_hours") is not None:

@@ -74,16 +74,17 @@ def plan(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.campaigns import plan_document, read_campaign, tell_warnings
+    from exitwave.workflows.campaigns import crystal_plan, plan_document, read_campaign, tell_warnings
     from exitwave.workflows.preview import write_preview
     from exitwave.workflows.tables import plan_table
 
     with open_session(json=json, quiet=quiet) as session:
         planned = read_campaign(campaign, overrides or (), session=session)
+        crystals = crystal_plan(planned, "--report") if report is not None else None
         tell_warnings(session, planned)
         document = plan_document(planned, out=out or Path(), workers=workers)
-        if report is not None:
-            document["preview"] = write_preview(planned.plan, report, tell=session.note).path
+        if report is not None and crystals is not None:
+            document["preview"] = write_preview(crystals, report, tell=session.note).path
         session.result(document, lambda: plan_table(document))
         if report is not None:
             session.hint(f"open {report}")
@@ -120,21 +121,24 @@ def simulate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.campaigns import exit_code_of, read_campaign, simulate_campaign
+    from exitwave.simulate.parametric import ParametricSpec
+    from exitwave.workflows.campaigns import crystal_plan, exit_code_of, read_campaign, simulate_campaign
     from exitwave.workflows.preview import write_preview
 
     with open_session(json=json, quiet=quiet) as session:
         planned = read_campaign(campaign, overrides or (), session=session)
         shown = out.absolute().with_name(f"{out.absolute().name}-preview.html")
         if preview:
-            made = write_preview(planned.plan, shown, tell=session.note)
+            made = write_preview(crystal_plan(planned, "--preview"), shown, tell=session.note)
             session.note(f"{made.samples} samples are shown in {shown}; Ctrl-C if they are not what you meant.")
         document = simulate_campaign(session, planned, out, cluster=cluster, workers=workers)
         if preview:
             document["preview"] = str(shown)
         session.result(document, lambda: document["message"])
         failed = f"exitwave failures {out}"
-        session.hint(failed if document["failed"] else f"exitwave train TRAIN.yaml --data {out} --out RUN")
+        own = isinstance(planned.spec, ParametricSpec)
+        then = f"exitwave verify {out}" if own else f"exitwave train TRAIN.yaml --data {out} --out RUN"
+        session.hint(failed if document["failed"] else then)
         raise typer.Exit(exit_code_of(document))
 
 

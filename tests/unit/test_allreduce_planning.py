@@ -24,6 +24,7 @@ from exitwave.train.allreduce.groups import (
     parse_grouping,
     plan_groups,
 )
+from exitwave.train.allreduce.step_mode import plan_for_steps
 
 infos = st.lists(
     st.tuples(st.integers(0, 5000), st.sampled_from(["float32", "float64", "float16"]), st.sampled_from("abc")),
@@ -218,3 +219,23 @@ def test_views_tile_the_arena_with_the_parameters_own_strides():
     arenas = [buffers.arena_of(g) for g in range(len(plan))]
     for run in runs_of(range(len(plan)), arenas):
         assert buffers.payload(run).numel() == sum(buffers.payload([g]).numel() for g in run)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "seconds", "groups"),
+    [
+        (3.5, 0.005, 1),  # a fast link: more groups would cost more than they hide
+        (3.5, 0.030, 7),
+        (3.5, 0.070, 11),
+        (0.5, 1e-4, 1),
+        (72.0, 1.5, 32),
+    ],
+)
+def test_step_mode_makes_as_many_groups_as_the_link_is_worth(megabytes, seconds, groups):
+    nbytes = int(megabytes * 2**20) + 12  # no round number of anything
+    link = cost.LinkCost(alpha_s=0.0, beta_s_per_byte=seconds / nbytes)
+    cap = plan_for_steps(Optimal(), nbytes, link).cap_mb * 2**20
+    assert round(nbytes / cap) == groups
+    assert groups > 1 or cap >= nbytes
+    assert plan_for_steps(Optimal(max_mb=0.25), nbytes, link).cap_mb <= 0.25
+    assert plan_for_steps(Optimal(), 0, link).cap_mb > 0

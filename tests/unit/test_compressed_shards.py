@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from exitwave.ingest.exporting import ExportSpec, export_samples
 from exitwave.ingest.schema import PARAMS_DTYPE, FieldSpec
 from exitwave.ingest.shard import ShardReader
 from exitwave.ingest.subset import subset_dataset
+from exitwave.ingest.verify import check_shard
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
 BOTH = pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -98,14 +101,56 @@ def test_every_flipped_bit_is_found_and_named(tmp_path: Path, compression: str) 
         field = draw.choice(["cbed", "potential"])
         offset, length = shard.extent(field).place(row)
         flip_bit(path, offset + draw.randrange(length), draw.randrange(8))
-        (bad, *_) = verify_dataset(root).bad  # in the sample, or (in unused bits of a chunk) in the file
-        if bad.uid is not None:
-            assert (bad.shard, bad.uid, bad.field) == (shard.shard_id, uid_of(0, row), field)
-            with pytest.raises(DamagedDataError, match=rf"{shard.shard_id}.*{uid_of(0, row):#018x}.*{field}"):
-                open_dataset(root)[row]
+        (bad,) = verify_dataset(root).bad
+        assert (bad.shard, bad.uid, bad.field) == (shard.shard_id, uid_of(0, row), field)
+        with pytest.raises(DamagedDataError, match=rf"{shard.shard_id}.*{uid_of(0, row):#018x}.*{field}"):
+            open_dataset(root)[row]
         path.write_bytes(whole)
     path.write_bytes(whole[: shard.extent("potential").chunks[0][0]])
     assert not verify_dataset(root).ok
+
+
+DAMAGE = """
+import pathlib, sys
+from exitwave.ingest.errors import DamagedDataError
+from exitwave.ingest import load_manifest, open_dataset, verify_dataset
+root = pathlib.Path(sys.argv[1])
+(shard,) = load_manifest(root).shards
+path, (offset, _) = root / shard.path, shard.extent("cbed").place(1)
+whole = path.read_bytes()
+for bit in range(8 * 16):
+    damaged = bytearray(whole)
+    damaged[offset + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(damaged)
+    (bad,) = verify_dataset(root).bad
+    assert (bad.field, "compressed bytes" in bad.why) == ("cbed", True), bad
+    try:
+        open_dataset(root, verify=False)[1]
+    except DamagedDataError:
+        continue
+    raise AssertionError(bit)
+"""
+
+
+@BOTH
+def test_a_damaged_head_of_a_chunk_takes_no_process_down(tmp_path: Path, compression: str) -> None:
+    """The sizes there lead a decompressor out of its memory: what is damaged must not come to it."""
+    root = make_views_dataset(tmp_path / "d", "t", compression=compression)
+    ran = subprocess.run([sys.executable, "-c", DAMAGE, root], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, (ran.returncode, ran.stderr)
+
+
+def test_a_manifest_without_the_sums_of_chunks_is_read_as_before(tmp_path: Path) -> None:
+    root = make_views_dataset(tmp_path / "d", "t", compression="bitshuffle-lz4")
+    (shard,) = load_manifest(root).shards
+    data = shard.to_json()
+    for extent in data["extents"]:
+        extent.pop("chunk_crc32c", None)
+    old = type(shard).from_json(data)
+    assert not old.extent("cbed").chunk_sums and not check_shard(root, old)
+    data["extents"][0] |= {"chunk_crc32c": [1]}
+    with pytest.raises(UsageError, match="1 sums of 3 chunks"):
+        type(shard).from_json(data)
 
 
 @BOTH

@@ -51,19 +51,23 @@ from exitwave.train.transport import TorchTransport, Transport
 
 __all__ = ["StepMode", "open_step_ring", "plan_for_steps"]
 
-_JOB_S = 1e-3  # what a reduce-scatter and a gather cost beside their bytes, where ranks = cores
+_JOB_S = 1.2e-3  # what a reduce-scatter and a gather cost beside their bytes, where ranks = cores
 _MOST_GROUPS = 32
 
 
 def plan_for_steps(chosen: Optimal, nbytes: int, link: LinkCost) -> ByBytes:
     """What grouping "optimal" means with overlap "step": a cap on the bytes of a group, from the measured link.
 
-    With n groups about 2/n of the communication is exposed, at the end of backward and the beginning of forward, and
-    each group costs `_JOB_S`; the sum is least at n = sqrt(2 · communication / job).
+    With n groups min(1, 2/n) of the communication C is exposed, at the end of backward and the beginning of forward,
+    and each group costs `_JOB_S`; so either n = sqrt(2 C / job), or, where the link is so fast that this gains less
+    than its jobs cost, one group.
     """
     communication_s = link.alpha_s + link.beta_s_per_byte * nbytes
-    n = min(max(math.sqrt(2 * communication_s / _JOB_S), 1.0), _MOST_GROUPS)
-    return ByBytes(round(min(max(nbytes / n / 2**20, 1e-3), chosen.max_mb), 3))
+    n = min(math.sqrt(2 * communication_s / _JOB_S), _MOST_GROUPS)
+    if n <= 2 or 2 * communication_s / n + n * _JOB_S >= communication_s + _JOB_S:
+        n = 1.0
+    cap_mb = math.ceil(nbytes / n / 2**20 * 1e3) / 1e3  # rounded up: one group must hold all
+    return ByBytes(min(max(cap_mb, 1e-3), chosen.max_mb))
 
 
 def open_step_ring(process_group: Any, data: Transport, timeout_s: float) -> Ring:

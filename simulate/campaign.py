@@ -170,6 +170,9 @@ def _take_back(dataset: Path) -> None:
     """What `_lay_out` made of a folder that was no data set; the manifest first, so that it is none again."""
     for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME):
         (dataset / name).unlink(missing_ok=True)
+    for folder in (dataset / "shards" / ".part", dataset / "shards"):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _resolved(plan: CampaignPlan) -> bytes:

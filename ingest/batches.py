@@ -9,11 +9,13 @@ for batch in loader:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
+from exitwave.ingest.ahead import Batch, ReadAhead
 from exitwave.ingest.dataset import Dataset, open_dataset
 from exitwave.ingest.sampler import GlobalSampler
 from exitwave.ingest.windows import ShardLayout, Window
@@ -21,6 +23,7 @@ from exitwave.ingest.windows import ShardLayout, Window
 __all__ = ["GlobalSampler", "SampleList", "ShardDataset", "Window", "collate"]
 
 Array = np.ndarray[Any, Any]
+_WORTH_A_THREAD = 1 << 20  # bytes of a batch
 
 
 class SampleList(Sequence[dict[str, Any]]):
@@ -46,7 +49,9 @@ class ShardDataset:
     """A map-style data set of samples: `[i]` gives a dict of the asked `fields`, `uid` and `params`, as arrays.
 
     `split`: only that split. `cache`: a folder that `stage` filled. `verify`: check every sample's checksum. `threads`:
-    how many read a large batch (default: up to four, as there are processors). It may be pickled and forked, so that a
+    how many read a large batch (default: up to four, as there are processors). `read_ahead`: without workers, read the
+    sampler's next batch while this one is in use; it takes the memory of one batch more, and pays where a training
+    step leaves a processor idle. It may be pickled and forked, so that a
     DataLoader takes any number of workers and any start method. Memory does not grow with the number of samples read;
     that of a batch is used again once nothing refers to its tensors.
     """
@@ -59,11 +64,16 @@ class ShardDataset:
         cache: str | Path | None = None,
         verify: bool = True,
         threads: int | None = None,
+        read_ahead: bool = False,
     ) -> None:
         data = open_dataset(path, cache=cache, verify=verify, threads=threads)
         self.data: Dataset = data if split is None else data.split(split)
         self.fields = tuple(fields)
         self.data.read([], self.fields)  # a field that is not there shows now, not in a worker
+        self.read_ahead = read_ahead
+        specs = [spec for spec in self.data.fields if spec.name in self.fields]
+        self._sample_nbytes = sum(prod(spec.shape) * spec.stored_dtype.itemsize for spec in specs)
+        self._ahead = ReadAhead(self._read)
 
     @property
     def dataset_id(self) -> str:
@@ -94,6 +104,13 @@ class ShardDataset:
 
     def __getitems__(self, indices: Sequence[int]) -> SampleList:
         """Several samples in one go; a DataLoader calls this with a batch of the sampler."""
+        samples = self._ahead.get(indices)
+        ahead = indices.ahead if self.read_ahead and isinstance(indices, Batch) else None
+        if ahead and len(ahead) * self._sample_nbytes >= _WORTH_A_THREAD:
+            self._ahead.begin(ahead)
+        return samples
+
+    def _read(self, indices: Sequence[int]) -> SampleList:
         return SampleList(self.data.read(indices, self.fields))
 
     def read_tile(self, index: int, field: str, slices: Sequence[slice]) -> Array:

@@ -89,7 +89,7 @@ def bench_ingest(
         rows = [_row(what, samples, seconds) for what, seconds in times.items()]
         staging_rows, staging = _staging(root, work, rounds, note)
         rows += staging_rows
-        targets = [*_reading_targets({row["what"]: row["samples_per_s"] for row in rows}), staging]
+        targets = [*_reading_targets({row["what"]: row["samples_per_s"] for row in rows}), *staging]
         targets.append(_damage(work, note))
         targets += _probes(work, many, note)
     return {"bench": "ingest", "machine": _machine(), "rows": rows, "targets": targets, "skipped": skipped}
@@ -215,8 +215,11 @@ def _reading_targets(rate: dict[str, float]) -> list[dict[str, Any]]:
     return targets
 
 
-def _staging(root: Path, work: Path, rounds: int, note: Note) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Staging beside `cp -r` of the same shards, in turns, into empty folders; once with `sync` behind `cp`, too."""
+def _staging(root: Path, work: Path, rounds: int, note: Note) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Staging beside `cp -r` of the same shards, in turns, into empty folders; once with `sync` behind `cp`, too.
+
+    What is staged is on the disk when `stage` returns; after `cp` alone it is in memory. Both ratios are given.
+    """
     note("staging beside cp")
     samples = len(open_dataset(root))
     times: dict[str, list[float]] = {"stage, checked and synced": [], "cp": [], "cp, then sync": []}
@@ -239,9 +242,9 @@ def _staging(root: Path, work: Path, rounds: int, note: Note) -> tuple[list[dict
         for path in (*work.glob("cp-*"), *work.glob("cache-*")):
             shutil.rmtree(path)
     median = {what: statistics.median(seconds) for what, seconds in times.items()}
-    ratio = median["cp"] / median["stage, checked and synced"]
     rows = [_row(what, samples, seconds) for what, seconds in times.items()]
-    return rows, _target("staging with checksums / cp", ratio, ">= 0.9", ratio >= 0.9)
+    ratios = {what: median[what] / median["stage, checked and synced"] for what in ("cp", "cp, then sync")}
+    return rows, [_target(f"staging with checksums / {w}", r, ">= 0.9", r >= 0.9) for w, r in ratios.items()]
 
 
 def _damage(work: Path, note: Note, flips: int = 64) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,18 @@ def write_litdata(path: Path, n: int) -> Path:
 
 
 def litdata_epoch(path: Path, *, batch: int) -> Callable[[int], Batches]:
-    """litdata: StreamingDataset(shuffle=True) under its StreamingDataLoader; the loader is kept between epochs."""
+    """litdata: StreamingDataset(shuffle=True) under its StreamingDataLoader; the loader is kept between epochs.
+
+    Without decoding in advance, its default where it knows the option: with samples of this size that made it several
+    times slower, and unsteady.
+    """
     from litdata import StreamingDataLoader, StreamingDataset
 
-    loader = StreamingDataLoader(StreamingDataset(str(path), shuffle=True), batch_size=batch, num_workers=0)
+    options: dict[str, Any] = (
+        {"batch_decode": False} if "batch_decode" in signature(StreamingDataset).parameters else {}
+    )
+    data = StreamingDataset(str(path), shuffle=True, **options)
+    loader = StreamingDataLoader(data, batch_size=batch, num_workers=0)
 
     def epoch(number: int) -> Batches:
         for got in loader:

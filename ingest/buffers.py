@@ -20,7 +20,7 @@ __all__ = ["BufferPool"]
 
 _PAGE = 4096
 _SMALL = 256 << 10  # bytes: below, the allocator's own memory is as good
-_KEPT = 6  # blocks: the fields of the batch before, and of the one that is read now
+_KEPT = 9  # blocks: of some fields, for the batch in use, the one that is ready and the one that is read now
 
 
 Array = np.ndarray[Any, Any]
@@ -54,7 +54,7 @@ class BufferPool:
             return block[start : start + nbytes].view(kind).reshape(shape)
 
     def _take(self, nbytes: int) -> Array:
-        for i in range(len(self._blocks)):
+        for i in reversed(range(len(self._blocks))):  # the one used last is the one most of the cache still holds
             size = self._blocks[i].nbytes - _PAGE
             # two references: the list's, and the one that the call itself holds
             if nbytes <= size <= 2 * nbytes and sys.getrefcount(self._blocks[i]) == 2:

@@ -170,16 +170,17 @@ class Dataset:
             index = np.where(index < 0, index + len(self), index)
         at = np.searchsorted(self._starts, index, side="right") - 1
         rows = index - self._starts[at]
-        stored = {name: self._buffers.empty((n, *specs[name].shape), specs[name].stored_dtype) for name in fields}
+        by_place = np.argsort(index)
+        shards = [self.shards[s] for s in at[by_place].tolist()]
+        items = list(zip(shards, rows[by_place].tolist(), by_place.tolist(), strict=True))
         uids = np.empty(n, dtype="<u8")
         params = np.empty(n, dtype=self._params_dtype())
+        # last of all: a batch that is being let go meanwhile gives its memory to this one
+        stored = {name: self._buffers.empty((n, *specs[name].shape), specs[name].stored_dtype) for name in fields}
         if n:
             # (n, …) -> (n, bytes of a sample): what is read goes straight to its place
             places = {name: array.reshape(n, -1).view(np.uint8) for name, array in stored.items()}
             places["params"] = params.view(np.uint8).reshape(n, -1)
-            by_place = np.argsort(index)
-            shards = [self.shards[s] for s in at[by_place].tolist()]
-            items = list(zip(shards, rows[by_place].tolist(), by_place.tolist(), strict=True))
             self._files.read_rows(items, places, uids)
             if "split" in (params.dtype.names or ()):
                 params["split"] = self._split_names[at]  # the manifest's word on the split is the last

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from exitwave.ingest.prefetch_order import AccessOrder
 from exitwave.ingest.staging import fill_planner
 from exitwave.ingest.staging_home import CacheHome
 from exitwave.ingest.staging_plan import CachePlanner, State, check_capacity, window_bytes
-from exitwave.ingest.staging_run import Limits, StagingRun, StorageSource
+from exitwave.ingest.staging_run import Limits, StagingRun
+from exitwave.ingest.staging_sources import StorageSource
 from exitwave.ingest.storage import PosixStorage, holds
 from exitwave.ingest.verify import check_shard
 
@@ -34,7 +36,9 @@ __all__ = ["Prefetcher", "minimum_capacity"]
 Emit = Callable[..., Any]
 
 _TAKE_OVER_S = 0.2
-_AGAIN_S = 2.0
+_AGAIN_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+_RECHECK_S = 10.0
 _LOOK_S = 1.0
 _TELL_S = 10.0
 _WINDOW_SAMPLES = 100_000  # the minimum is taken over so many accesses
@@ -87,6 +91,7 @@ class Prefetcher:
         self._position = (epoch, committed)
         self._told = float("-inf")
         self._told_copied = -1
+        self._rechecked = float("-inf")
         self._changed = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
@@ -118,14 +123,20 @@ class Prefetcher:
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        pause = _AGAIN_S
         while not self._closing.is_set():
+            began = time.monotonic()
             try:
                 self._stage_when_elected()
-            except (ExitwaveError, OSError) as error:
-                self._emit("cache_stager_failed", why=str(error))
-                self._closing.wait(_AGAIN_S)
+            except Exception as error:  # whatever it is, the training goes on, and so does the trying
+                why = str(error) if isinstance(error, (ExitwaveError, OSError)) else repr(error)
+                with contextlib.suppress(Exception):  # the log's own disk may be what is full
+                    self._emit("cache_stager_failed", why=why)
+                pause = _AGAIN_S if time.monotonic() - began > _LONGEST_PAUSE_S else min(2 * pause, _LONGEST_PAUSE_S)
+                self._closing.wait(pause)
 
     def _stage_when_elected(self) -> None:
+        self.home.make()  # it may have been removed meanwhile
         lock = FileLock(self.home.lock_path)
         while not lock.acquire():
             if self._closing.wait(_TAKE_OVER_S):
@@ -155,7 +166,7 @@ class Prefetcher:
             raise_damage=False,
             obtainable=lambda shard: holds(storage, shard.path, shard.nbytes),
         )
-        known = {shard.shard_id for shard in manifest.shards}
+        sizes = {shard.shard_id: shard.nbytes for shard in manifest.shards}
         looked = time.monotonic()
         look_ahead_at = 0.0
         self._changed.set()
@@ -164,7 +175,7 @@ class Prefetcher:
                 now = time.monotonic()
                 if self._changed.is_set() and now >= look_ahead_at:
                     self._changed.clear()
-                    planner.needs(i for i in self.order.upcoming(*self._position) if i in known)
+                    planner.needs(self._upcoming(sizes))
                     look_ahead_at = now + 10 * (time.monotonic() - now)  # at most a tenth of the time goes into this
                 run.turn(0.1)
                 if run.idle():
@@ -175,9 +186,20 @@ class Prefetcher:
         finally:
             run.close()
 
+    def _upcoming(self, sizes: dict[str, int]) -> list[str]:
+        """The shards in order of need, as far as the cache may reach, and as far again.
+
+        What it holds and is not among them is needed later than all of them, so that it is the first to be evicted.
+        """
+        horizon = None if self.capacity_bytes is None else 2 * self.capacity_bytes
+        return [i for i in self.order.upcoming(*self._position, sizes=sizes, at_most_bytes=horizon) if i in sizes]
+
     def _look(self, planner: CachePlanner, run: StagingRun) -> None:
         """Readers may have let go of a pin, or set a damaged copy aside."""
         run.recheck_pins()
+        if time.monotonic() - self._rechecked >= _RECHECK_S:
+            self._rechecked = time.monotonic()
+            run.recheck_last_copies()
         there = self.home.scan()
         for shard_id in planner.ids(State.READY):
             if shard_id not in there:

@@ -6,7 +6,7 @@ all ranks, as committed by optimizer steps; a node sees the pieces of its own ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,18 +85,25 @@ class AccessOrder:
             for s in (np.searchsorted(self.starts, samples, side="right") - 1).tolist():
                 yield self.ids[s]
 
-    def upcoming(self, epoch: int, committed: int, *, at_most: int | None = None) -> list[str]:
+    def upcoming(
+        self, epoch: int, committed: int, *, sizes: Mapping[str, int] | None = None, at_most_bytes: int | None = None
+    ) -> list[str]:
         """Distinct shards in order of need from a position on: those of this epoch, then those of the next.
 
-        `at_most`: no more than so many.
+        `at_most_bytes`: no further than to so many bytes of them, each of `sizes`: through a window, or without a
+        shuffle, the last shard of an epoch is met only at its end, after all of its samples.
         """
         found: dict[int, None] = {}
+        nbytes = 0
         for e, start in ((epoch, committed), (epoch + 1, 0)):
             for samples in self.samples(e, start):
                 shards = np.searchsorted(self.starts, samples, side="right") - 1
                 _, places = np.unique(shards, return_index=True)
                 for s in shards[np.sort(places)].tolist():
-                    found.setdefault(s)
-                if len(found) >= (len(self.ids) if at_most is None else min(at_most, len(self.ids))):
-                    return [self.ids[s] for s in found][:at_most]
-        return [self.ids[s] for s in found][:at_most]
+                    if s not in found:
+                        found[s] = None
+                        nbytes += 0 if sizes is None else sizes.get(self.ids[s], 0)
+                far = at_most_bytes is not None and nbytes > at_most_bytes
+                if far or len(found) == len(self.ids):
+                    return [self.ids[s] for s in found]
+        return [self.ids[s] for s in found]

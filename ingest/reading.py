@@ -11,6 +11,7 @@ cache longer than `wait_s`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from exitwave.ingest.codecs import decompress
-from exitwave.ingest.errors import DamagedDataError
+from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.ingest.files import byte_view, crc32c, crc32c_more, open_to_read
 from exitwave.ingest.records import Extent, PublishedShard
 from exitwave.ingest.schema import TABLES
@@ -36,7 +37,8 @@ MAX_OPEN = 256  # a quarter of the usual limit of a process
 MAX_THREADS = 4
 _BYTES_A_THREAD = 1 << 20  # less than this is read before a thread has woken up
 _PARAMS_KEPT = 16 << 20
-_PIECE = 256 << 10  # half of a small second-level cache
+_PIECE = 512 << 10  # fits a second-level cache; smaller ones cost two threads more in handing over to each other
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _SHORT = "the file is short"
 _WHAT_TO_DO = "`exitwave verify` lists all that is damaged; take such shards out or simulate them again."
 
@@ -127,6 +129,7 @@ class ShardFiles:
         self.hits = self.misses = self.waits = 0
         self._lock = threading.RLock()  # anew: one inherited over a fork may be held for ever
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._shunned: set[str] = set()  # damaged copies that could not be set aside
         self._params_bytes = 0
         self._helpers: ThreadPoolExecutor | None = None
 
@@ -305,17 +308,25 @@ class ShardFiles:
                 if _is_evicted(shard.fd):
                     return
             quarantine = path.parent.parent / "quarantine"
-            warnings.warn(f"{why}: set aside in {quarantine}, reading the data set itself", stacklevel=4)
-            quarantine.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process may have been faster
+            what = f"set aside in {quarantine}"
+            try:
+                quarantine.mkdir(exist_ok=True)
                 path.rename(quarantine / path.name)
+            except FileNotFoundError:  # another process may have been faster
+                pass
+            except OSError as error:  # the cache is not ours to write: this process looks no further at that copy
+                self._shunned.add(record.shard_id)
+                what = f"it cannot be set aside ({error.strerror}), it is left"
+            warnings.warn(f"{why}: {what}, reading the data set itself", stacklevel=4)
 
     def _count(self, shard: _OpenShard) -> None:
         self.hits += shard.staged
         self.misses += not shard.staged and self.staged is not None
 
     def _is_staged(self, record: PublishedShard) -> bool:
-        return self.staged is not None and os.path.exists(f"{self.staged}/{record.shard_id}.h5")  # noqa: PTH110 (hot)
+        if self.staged is None or record.shard_id in self._shunned:
+            return False
+        return os.path.exists(f"{self.staged}/{record.shard_id}.h5")  # noqa: PTH110 (hot)
 
     def _wait_for(self, record: PublishedShard) -> None:
         """Gives a shard that is perhaps on its way into the cache up to `wait_s`."""
@@ -354,14 +365,18 @@ class ShardFiles:
     def _open_now(self, record: PublishedShard) -> _OpenShard:
         path, staged = self.root / record.path, False
         fd = None
-        if self.staged is not None:
+        if self.staged is not None and record.shard_id not in self._shunned:
             self._wait_for(record)
             with contextlib.suppress(OSError):  # then the data set itself has it
-                fd = open_to_read(self.staged / f"{record.shard_id}.h5")
+                fd = self._open_file(self.staged / f"{record.shard_id}.h5")
                 path, staged = self.staged / f"{record.shard_id}.h5", True
         try:
-            fd = open_to_read(path) if fd is None else fd
+            fd = self._open_file(path) if fd is None else fd
         except OSError as error:
+            if error.errno in _TOO_MANY:
+                raise UsageError(
+                    f"{path}: too many files are open. Close other data sets, or allow more files (ulimit -n)."
+                ) from error
             raise DamagedDataError(f"shard {record.shard_id}: {path}: {error.strerror}. {_WHAT_TO_DO}") from error
         file = _Descriptor(fd)
         extents = {extent.field: extent for extent in record.extents}
@@ -391,10 +406,25 @@ class ShardFiles:
             params=params,
         )
 
+    def _open_file(self, path: Path) -> int:
+        """Opens a file; where the process may not open more, the shards that were used least recently are let go."""
+        while True:
+            try:
+                return open_to_read(path)
+            except OSError as error:
+                if error.errno not in _TOO_MANY or not self._open:
+                    raise
+                for shard_id in list(self._open)[: -(-len(self._open) // 2)]:
+                    self._let_go(shard_id)
+
     def _table(self, fd: int, path: Path, staged: bool, record: PublishedShard, extent: Extent) -> Array:
         table = np.empty(extent.shape, dtype=extent.numpy_dtype)
         data = byte_view(table, table.dtype)
-        if not read_extent(fd, data, extent.offset):
+        try:
+            whole = read_extent(fd, data, extent.offset)
+        except OSError as error:
+            raise self._damage_at(path, staged, record, f"/{extent.field}: {error.strerror}") from error
+        if not whole:
             raise self._damage_at(path, staged, record, f"/{extent.field}: the file is short")
         expected = record.stats.get("tables_crc32c", {}).get(extent.field)
         if expected is not None and crc32c(data) != expected:

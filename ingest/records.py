@@ -8,6 +8,7 @@ survives the way there and back unchanged. A record knows nothing of files: read
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -57,6 +58,19 @@ def dtype_from_json(data: Any) -> np.dtype[Any]:
 @lru_cache(maxsize=256)
 def _cached_dtype(data: Any) -> np.dtype[Any]:
     return dtype_from_json(data)
+
+
+@lru_cache(maxsize=4096)
+def _shared(record: Any) -> Any:
+    """An equal record met before: shards are mostly alike, and a manifest has very many of them."""
+    return record
+
+
+def _interned(data: Any) -> Any:
+    """JSON whose keys and strings are shared with all others."""
+    if isinstance(data, dict):
+        return {sys.intern(key): _interned(value) for key, value in data.items()}
+    return sys.intern(data) if type(data) is str else data
 
 
 def _tuples(data: Any) -> Any:
@@ -176,6 +190,11 @@ class Extent:
         return extent
 
 
+def _extent(data: Mapping[str, Any]) -> Extent:
+    extent = Extent.from_json(data)
+    return extent if extent.compression else _shared(extent)  # each compressed one has places of its own
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructureInfo:
     """What is known of a structure besides its atoms. `index` is its number within the shard, as in `/params`."""
@@ -254,9 +273,9 @@ class PublishedShard:
             "nbytes": int(data["nbytes"]),
             "n": int(data["n"]),
             "xxh3_128": str(data["xxh3_128"]),
-            "extents": tuple(Extent.from_json(extent) for extent in data["extents"]),
-            "structures": tuple(StructureInfo.from_json(structure) for structure in data["structures"]),
-            "stats": dict(data["stats"]),
+            "extents": tuple(_extent(extent) for extent in data["extents"]),
+            "structures": tuple(_shared(StructureInfo.from_json(structure)) for structure in data["structures"]),
+            "stats": _interned(dict(data["stats"])),
         }
         for extent in fields["extents"]:
             if extent.shape[0] != fields["n"] or extent.end > fields["nbytes"]:
@@ -300,7 +319,7 @@ class ShardRecord(PublishedShard):
             seq=int(data["seq"]),
             generation=int(data["generation"]),
             split=str(data["split"]),
-            producer={str(k): str(v) for k, v in data["producer"].items()},
+            producer=_interned({str(k): str(v) for k, v in data["producer"].items()}),
             epoch=int(data.get("epoch", 0)),
         )
 

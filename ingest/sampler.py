@@ -7,16 +7,17 @@ global sequence: no sample twice, none lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from exitwave.ingest.ahead import Batch, with_ahead
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.order import ORDER_VERSION, batch_bounds, partition
 from exitwave.ingest.windows import SampleOrder, ShardLayout, Window
 
-__all__ = ["GlobalSampler", "Ordered"]
+__all__ = ["BatchIterator", "GlobalSampler", "Ordered"]
 
 _POSITIONS_AT_ONCE = 4096  # computing the order of many costs little more than of one
 
@@ -113,9 +114,12 @@ class GlobalSampler:
         """Batches from the committed position to the end of the epoch; the same on every rank."""
         return len(self._bounds())
 
-    def __iter__(self) -> Iterator[list[int]]:
-        # Fixed now, not when the first batch is asked for: commits that come meanwhile must not move the start.
-        return self._batches(self._bounds(), self.epoch)
+    def __iter__(self) -> BatchIterator:
+        return BatchIterator(self)
+
+    def batches(self) -> Iterator[Batch]:
+        """From the position as it is now: commits that come while they are taken do not move the start."""
+        return with_ahead(self._batches(self._bounds(), self.epoch))
 
     def _batches(self, bounds: list[tuple[int, int]], epoch: int) -> Iterator[list[int]]:
         at_once = max(1, _POSITIONS_AT_ONCE * self.world_size // self.global_batch)
@@ -156,7 +160,7 @@ class GlobalSampler:
         """The position and all that the order depends on; plain values. The world size is not among them."""
         return {**self._identity(), "epoch": self.epoch, "committed": self.committed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` stopped. UsageError naming each value that would make another order."""
         differences = [
             f"{key} {state.get(key)!r} then, {value!r} now"
@@ -172,3 +176,35 @@ class GlobalSampler:
         if epoch < 0 or not 0 <= committed < self.samples_per_epoch:
             raise UsageError(f"position: epoch {epoch}, {committed} samples; expected 0..{self.samples_per_epoch - 1}")
         self.epoch, self.committed = epoch, committed
+
+
+class BatchIterator(Iterator[Batch]):
+    """The batches of an epoch, from the sampler's position on; with a state of its own.
+
+    torchdata's StatefulDataLoader asks the iterator where it is, and means what the loader has given, not what was
+    committed. Loading such a state takes the sampler there, too.
+    """
+
+    def __init__(self, sampler: GlobalSampler) -> None:
+        self._sampler = sampler
+        self._begin()
+
+    def _begin(self) -> None:
+        self._epoch, self._given = self._sampler.epoch, self._sampler.committed
+        self._batches = self._sampler.batches()
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._given = min(self._given + self._sampler.global_batch, self._sampler.samples_per_epoch)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the sampler's, at what this iterator has given."""
+        whole = self._given == self._sampler.samples_per_epoch
+        place = (self._epoch + 1, 0) if whole else (self._epoch, self._given)
+        return {**self._sampler.state_dict(), "epoch": place[0], "committed": place[1]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken. UsageError as from the sampler's."""
+        self._sampler.load_state_dict(state)
+        self._begin()

@@ -24,9 +24,10 @@ from exitwave.ingest.peers import Status
 from exitwave.ingest.peers_staging import PeerOptions, PeerSources
 from exitwave.ingest.placement import shares
 from exitwave.ingest.records import Manifest, ShardRecord
-from exitwave.ingest.staging_home import CacheHome
+from exitwave.ingest.staging_home import CacheHome, make_folder
 from exitwave.ingest.staging_plan import CachePlanner, State, check_capacity
-from exitwave.ingest.staging_run import PROGRESS_EVERY_S, Limits, StagingRun, StorageSource
+from exitwave.ingest.staging_run import PROGRESS_EVERY_S, Limits, StagingRun
+from exitwave.ingest.staging_sources import StorageSource
 from exitwave.ingest.storage import holds, is_url, open_storage
 from exitwave.ingest.verify import Bad, check_shard
 
@@ -34,6 +35,8 @@ __all__ = ["Share", "StageReport", "fill_planner", "stage"]
 
 Emit = Callable[..., Any]
 Stop = threading.Event | Callable[[], bool]
+
+_DESCRIBING = (MANIFEST_NAME, "campaign.yaml")  # what a URL is asked for beside shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +222,8 @@ class _Stager:
         if isinstance(self.dataset, Path):
             return load_manifest(self.dataset)
         copied = self._cache / ".sources" / xxhash.xxh3_64_hexdigest(self.dataset.encode())
-        with disk_full_means_interrupted(copied):
-            copied.mkdir(parents=True, exist_ok=True)
-        for name in (MANIFEST_NAME, "campaign.yaml"):
+        make_folder(copied)
+        for name in _DESCRIBING:
             try:
                 write_atomic(copied / name, self._storage.read(name))
             except OSError as error:
@@ -233,8 +235,9 @@ class _Stager:
 
     def _open_as_data_set(self) -> None:
         copied = self._cache / ".sources" / xxhash.xxh3_64_hexdigest(str(self.dataset).encode())
-        for path in copied.iterdir() if not isinstance(self.dataset, Path) else ():
-            write_atomic(self.home.path / path.name, path.read_bytes())
+        for name in _DESCRIBING if not isinstance(self.dataset, Path) else ():
+            if (copied / name).exists():
+                write_atomic(self.home.path / name, (copied / name).read_bytes())
 
     def _diagnose(self, shard: ShardRecord) -> list[Bad]:
         return check_shard(self.dataset, shard) if isinstance(self.dataset, Path) else []

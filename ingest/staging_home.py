@@ -15,10 +15,14 @@ has it open.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import pwd
+import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, write_atomic
 from exitwave.ingest.records import Header
 
-__all__ = ["CacheHome", "pin", "unpin"]
+__all__ = ["CacheHome", "make_folder", "on_cache_disk", "pin", "unpin"]
 
 
 def _identity(header: Header) -> dict[str, str]:
@@ -48,16 +52,11 @@ class CacheHome:
 
     def make(self) -> None:
         """Makes the folders. UsageError: not ours, not writable, or another data set's."""
+        make_folder(self.path)
         with disk_full_means_interrupted(self.path):
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._refuse_others()
-                for folder in (self.ready, self.part, self.quarantine):
-                    folder.mkdir(exist_ok=True)
-            except (FileExistsError, NotADirectoryError):
-                raise UsageError(f"{self.path}: part of this path is a file, expected a folder for the cache") from None
-            except FileNotFoundError:  # as /proc answers
-                raise UsageError(f"{self.path}: no folder for the cache can be made there; choose another") from None
+            self._refuse_others()
+        for folder in (self.ready, self.part, self.quarantine):
+            make_folder(folder)
 
     def _refuse_others(self) -> None:
         owner = self.path.stat().st_uid
@@ -98,11 +97,19 @@ class CacheHome:
     def sweep(self) -> None:
         """Removes the copies that a killed stager left. Called under the lock: whoever wrote these is dead."""
         for leftover in self.part.iterdir():
-            leftover.unlink()
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink(missing_ok=True)
 
     def scan(self) -> dict[str, int]:
         """Shard id -> bytes of what is ready."""
-        return {path.stem: path.stat().st_size for path in self.ready.glob("*.h5")}
+        found: dict[str, int] = {}
+        for path in self.ready.glob("*.h5"):
+            with contextlib.suppress(FileNotFoundError):  # a reader has just set it aside
+                if stat.S_ISREG((status := path.lstat()).st_mode):
+                    found[path.stem] = status.st_size
+        return found
 
     def publish(self, part: Path, shard_id: str) -> None:
         """A verified copy, already on disk, becomes ready."""
@@ -133,6 +140,38 @@ class CacheHome:
         with contextlib.suppress(FileNotFoundError):
             self.ready_path(shard_id).rename(aside)
         return aside
+
+
+@contextlib.contextmanager
+def on_cache_disk(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Turns what goes wrong on the cache's own disk into an error for people.
+
+    InterruptedRunError: it is full. UsageError: the folder was taken away, or the disk does not work.
+    """
+    try:
+        with disk_full_means_interrupted(path, needed):
+            yield
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise UsageError(
+                f"{path}: the folder is gone; was the cache removed meanwhile? Run the same command again to make it "
+                "anew."
+            ) from error
+        raise UsageError(
+            f"{path}: cannot be written ({error.strerror or error}). The trouble is with the cache, not with the data "
+            "set: choose another --cache."
+        ) from error
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder of the cache. UsageError where none can be."""
+    with disk_full_means_interrupted(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UsageError(f"{path}: part of this path is a file, expected a folder for the cache") from None
+        except FileNotFoundError:  # as /proc answers
+            raise UsageError(f"{path}: no folder for the cache can be made there; choose another") from None
 
 
 def pin(fd: int) -> bool:

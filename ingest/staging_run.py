@@ -1,4 +1,4 @@
-"""Carries out what the planner decides: one thread a copy, hashed on the way, ready only when synced and verified.
+"""Carries out what the planner decides: one thread a copy (`staging_copy`), ready only when synced and verified.
 
 The thread that calls `turn` keeps all states; a copying thread reads, hashes and writes, and reports once at its end.
 A copy that makes too little progress is given up: its thread may hang in the kernel, so it is left behind and its
@@ -8,7 +8,6 @@ part file, which bears a name of its own, goes away without it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import queue
@@ -16,28 +15,25 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
-
-import xxhash
+from dataclasses import dataclass
+from typing import Any
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
-from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, write_atomic
-from exitwave.ingest.peers import PeerBusyError, PeerLacksError
+from exitwave.ingest.files import fsync_dir, write_atomic
 from exitwave.ingest.records import ShardRecord
-from exitwave.ingest.staging_home import CacheHome
+from exitwave.ingest.staging_copy import Copy, run_copy
+from exitwave.ingest.staging_home import CacheHome, on_cache_disk
 from exitwave.ingest.staging_plan import CachePlanner, State
-from exitwave.ingest.storage import Reader, Storage
+from exitwave.ingest.staging_sources import Sources
 from exitwave.ingest.verify import Bad
 
-__all__ = ["Counts", "Limits", "Source", "Sources", "StagingRun", "StorageSource"]
+__all__ = ["Counts", "Limits", "StagingRun"]
 
 Emit = Callable[..., Any]
 
-CHUNK = 1 << 20  # stays in the processor's cache between reading, hashing and writing
 PROGRESS_EVERY_S = 0.25
 OPEN_WITHIN_S = 20.0  # a peer may be waited for before it sends
+_LONGEST_PAUSE_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,9 @@ class Limits:
     """How patient staging is. `stall_s`: a copy must move `stall_bytes_per_s` over that long.
 
     A shard missing at its source is tried again for `missing_deadline_s`, one of a wrong hash `tries` times in all. A
-    peer that is getting a shard itself is waited for `busy_s` at most.
+    peer that is getting a shard itself is waited for `busy_s` at most. Where damage does not end the staging, such a
+    shard is looked at again after `damaged_s`, then after twice as long, and so on up to an hour: the source may have
+    been away only.
     """
 
     in_flight: int = 4
@@ -53,55 +51,8 @@ class Limits:
     stall_s: float = 30.0
     stall_bytes_per_s: float = 100e3
     busy_s: float = 300.0
+    damaged_s: float = 30.0
     tries: int = 3
-
-
-class Source(Protocol):
-    """Where a copy comes from."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shared(self) -> bool:
-        """Whether it is the shared storage itself, rather than a peer."""
-        ...
-
-    def open(self, shard: ShardRecord) -> Reader:
-        """OSError when it is not there, or not now."""
-        ...
-
-
-class Sources(Protocol):
-    """Chooses where the next try of a shard reads from."""
-
-    def choose(self, shard: ShardRecord) -> Source: ...
-    def failed(self, source: Source) -> None: ...
-    def lacks(self, source: Source, shard: ShardRecord) -> None: ...
-    def worked(self, source: Source) -> None: ...
-
-
-@dataclass(frozen=True)
-class StorageSource:
-    """The data set's own storage, for every try."""
-
-    storage: Storage
-    name: str = "the data set"
-    shared: bool = True
-
-    def open(self, shard: ShardRecord) -> Reader:
-        return self.storage.open(shard.path)
-
-    def choose(self, shard: ShardRecord) -> Source:
-        return self
-
-    def failed(self, source: Source) -> None:
-        pass
-
-    def lacks(self, source: Source, shard: ShardRecord) -> None:
-        pass
-
-    def worked(self, source: Source) -> None:
-        pass
 
 
 @dataclass(kw_only=True)
@@ -116,26 +67,6 @@ class Counts:
     retries: int = 0
 
 
-@dataclass(kw_only=True)
-class _Copy:
-    """One try. The copying thread writes all from `done` to `opened`, the other one what follows."""
-
-    shard: ShardRecord
-    source: Source
-    part: Path
-    fd: int
-    done: int = 0
-    digest: str | None = None
-    error: str = ""
-    full: bool = False
-    busy: bool = False
-    lacked: bool = False
-    opened: bool = False
-    given_up: bool = False
-    watched_at: float = field(default_factory=time.monotonic)
-    watched_done: int = 0
-
-
 @dataclass
 class _Trouble:
     """What a shard has been through."""
@@ -145,6 +76,7 @@ class _Trouble:
     deadline: float | None = None
     busy_since: float | None = None
     not_before: float = 0.0
+    given_up: int = 0
 
 
 class StagingRun:
@@ -181,9 +113,9 @@ class StagingRun:
         self._diagnose = diagnose
         self._raise_damage = raise_damage
         self._obtainable = obtainable
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[str, Copy] = {}
         self._trouble: dict[str, _Trouble] = {}
-        self._ended: queue.SimpleQueue[_Copy] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         self._closing = False
         self._tries = 0
 
@@ -256,13 +188,20 @@ class StagingRun:
             while self.planner.pins(shard_id):
                 self.planner.unpin(shard_id)
 
+    def recheck_last_copies(self) -> None:
+        """What was kept as the last copy may be evicted again once its source is back."""
+        for shard_id in list(self.planner.irreplaceable):
+            shard = self._shards.get(shard_id)
+            if shard is not None and self._obtainable(shard):
+                self.planner.irreplaceable.discard(shard_id)
+
     def _start(self, shard: ShardRecord) -> None:
         self._tries += 1
         part = self.home.part / f"{shard.shard_id}.{self._tries}.h5"
         self._trouble.setdefault(shard.shard_id, _Trouble())
         fd = -1
         try:
-            with disk_full_means_interrupted(part, shard.nbytes):
+            with on_cache_disk(part, shard.nbytes):
                 fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
                 if shard.nbytes:
                     os.posix_fallocate(fd, 0, shard.nbytes)  # a full disk shows before the copy
@@ -276,9 +215,10 @@ class StagingRun:
             self._no_room(str(error))
             return
         self.planner.copying(shard.shard_id)
-        copy = _Copy(shard=shard, source=self._sources.choose(shard), part=part, fd=fd)
+        copy = Copy(shard=shard, source=self._sources.choose(shard), part=part, fd=fd)
         self._copies[shard.shard_id] = copy
-        threading.Thread(target=self._copy, args=(copy,), name=f"stage {shard.shard_id}", daemon=True).start()
+        arguments = (copy, self._ended.put, lambda: self._closing or self._stop())
+        threading.Thread(target=run_copy, args=arguments, name=f"stage {shard.shard_id}", daemon=True).start()
 
     def _take_ended(self, wait_s: float) -> None:
         published = False
@@ -291,22 +231,20 @@ class StagingRun:
             pass
         finally:
             if published:
-                fsync_dir(self.home.ready)
+                with on_cache_disk(self.home.ready):
+                    fsync_dir(self.home.ready)
 
-    def _take(self, copy: _Copy) -> bool:
+    def _take(self, copy: Copy) -> bool:
         """What one ended copy leads to; whether a shard became ready."""
         shard = copy.shard
         if copy.given_up:
             self._drop(copy)
             return False
         del self._copies[shard.shard_id]
-        if copy.source.shared:
-            self.counts.from_source += copy.done
-        else:
-            self.counts.from_peers += copy.done
+        self._count(copy)
         if copy.digest is not None and copy.digest == shard.xxh3_128:
             self.planner.verifying(shard.shard_id)
-            with disk_full_means_interrupted(copy.part, shard.nbytes):
+            with on_cache_disk(copy.part, shard.nbytes):
                 copy.part.rename(self.home.ready_path(shard.shard_id))
             self.planner.ready(shard.shard_id)
             self._sources.worked(copy.source)
@@ -321,13 +259,23 @@ class StagingRun:
             return True
         self._drop(copy)
         self.planner.failed(shard.shard_id)
-        if copy.full:
-            self._no_room(f"{copy.part}: no space left on the device. {shard.nbytes} bytes were needed.")
+        if copy.disk_error is not None:
+            try:
+                with on_cache_disk(copy.part, shard.nbytes):
+                    raise copy.disk_error
+            except InterruptedRunError as error:
+                self._no_room(str(error))
         elif copy.digest is not None:
             self._wrong(copy)
         elif not self._closing and not self._stop():
             self._again(copy, copy.error)
         return False
+
+    def _count(self, copy: Copy) -> None:
+        if copy.source.shared:
+            self.counts.from_source += copy.done
+        else:
+            self.counts.from_peers += copy.done
 
     def _no_room(self, why: str) -> None:
         """The disk is full: what was set aside goes, or else the cache makes do with what it has."""
@@ -340,7 +288,7 @@ class StagingRun:
             self.disk_full = True
         self._emit("cache_disk_full", why=why)
 
-    def _wrong(self, copy: _Copy) -> None:
+    def _wrong(self, copy: Copy) -> None:
         trouble = self._trouble[copy.shard.shard_id]
         why = f"xxh3_128 {copy.digest}, expected {copy.shard.xxh3_128}"
         trouble.failures += 1
@@ -350,9 +298,10 @@ class StagingRun:
             trouble.wrong += 1
             if trouble.wrong >= self.limits.tries:
                 self._source_damaged(copy.shard, why)
+                return
         self._emit("cache_retry", shard=copy.shard.shard_id, source=copy.source.name, why=why)
 
-    def _again(self, copy: _Copy, why: str) -> None:
+    def _again(self, copy: Copy, why: str) -> None:
         """Another try after a pause that grows, with jitter; a peer's failure says nothing about the shard itself."""
         trouble, now = self._trouble[copy.shard.shard_id], time.monotonic()
         if copy.busy:
@@ -390,7 +339,9 @@ class StagingRun:
                 "`exitwave verify` lists all damage; restore the file from a copy, or take the shard out and simulate "
                 "it again."
             )
-        self._trouble[shard.shard_id].not_before = float("inf")
+        given_up = self._trouble[shard.shard_id].given_up
+        pause = min(self.limits.damaged_s * 2 ** min(given_up, 20), _LONGEST_PAUSE_S) * random.uniform(0.9, 1.1)
+        self._trouble[shard.shard_id] = _Trouble(given_up=given_up + 1, not_before=time.monotonic() + pause)
 
     def _give_up_stalled(self) -> None:
         now = time.monotonic()
@@ -405,54 +356,11 @@ class StagingRun:
             copy.given_up = True
             copy.part.unlink(missing_ok=True)
             del self._copies[copy.shard.shard_id]
+            self._count(copy)
             self.planner.failed(copy.shard.shard_id)
             why = f"{copy.source.name}: {moved} bytes in {self.limits.stall_s:g} s, at byte {copy.done}"
             self._again(copy, why)
 
     @staticmethod
-    def _drop(copy: _Copy) -> None:
+    def _drop(copy: Copy) -> None:
         copy.part.unlink(missing_ok=True)
-
-    # --- a copying thread -----------------------------------------------------------------------------------------
-
-    def _copy(self, copy: _Copy) -> None:
-        try:
-            reader = copy.source.open(copy.shard)
-            copy.watched_at = time.monotonic()
-            copy.opened = True
-            try:
-                copy.digest = self._pour(reader, copy)
-            finally:
-                reader.close()
-        except PeerLacksError as error:
-            copy.lacked, copy.error = True, str(error)
-        except PeerBusyError:
-            copy.busy, copy.error = True, f"{copy.source.name} has not got it yet"
-        except OSError as error:
-            copy.full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            where = error.filename or (copy.shard.path if copy.source.shared else copy.source.name)
-            copy.error = f"{where}: {error.strerror or error}"
-        except Exception as error:
-            copy.error = f"{type(error).__name__}: {error}"
-        finally:
-            os.close(copy.fd)
-            self._ended.put(copy)
-
-    def _pour(self, reader: Reader, copy: _Copy) -> str | None:
-        """Reads, hashes and writes to the end, then syncs; the hash of what was read, None when it was stopped."""
-        nbytes, digest, offset = copy.shard.nbytes, xxhash.xxh3_128(), 0
-        buffer = memoryview(bytearray(min(CHUNK, max(nbytes, 1))))
-        while offset < nbytes:
-            if copy.given_up or self._closing or self._stop():
-                return None
-            count = reader.readinto(buffer[: nbytes - offset], offset)
-            if count == 0:
-                raise OSError(errno.ENODATA, f"{offset} bytes, expected {nbytes}", copy.shard.path)
-            digest.update(buffer[:count])
-            rest, at = buffer[:count], offset
-            while rest:
-                written = os.pwrite(copy.fd, rest, at)
-                rest, at = rest[written:], at + written
-            offset = copy.done = offset + count
-        os.fdatasync(copy.fd)
-        return digest.hexdigest()

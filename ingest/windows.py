@@ -110,11 +110,15 @@ class SampleOrder:
         return (self._starts[plan.shards[places]] + mixed - plan.starts[places]).reshape(where.shape)
 
     def _epoch(self, epoch: int) -> _Epoch:
-        if epoch not in self._epochs:
-            while len(self._epochs) > 1:  # this one and the next are asked for in turn
-                del self._epochs[next(iter(self._epochs))]
-            self._epochs[epoch] = self._plan(epoch)
-        return self._epochs[epoch]
+        known = self._epochs  # replaced as a whole, never changed: a sampler and a prefetcher ask at the same time
+        plan = known.get(epoch)
+        if plan is None:
+            plan = self._plan(epoch)
+            self._epochs = {
+                **dict(list(known.items())[-1:]),
+                epoch: plan,
+            }  # this one and the next are asked for in turn
+        return plan
 
     def _plan(self, epoch: int) -> _Epoch:
         n = len(self._counts)

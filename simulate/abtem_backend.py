@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exitwave.simulate.detector import Resampling, resampling
+from exitwave.simulate.gpu import cupy_with_gpu, on_host
 from exitwave.simulate.imaging import focal_images, plane_wave
 from exitwave.simulate.label import project_label, slab_weights
 from exitwave.simulate.passes import passes
@@ -124,8 +125,16 @@ class AbtemSimulator:
 
     name = "abtem"
 
-    def __init__(self, *, precision: Literal["float32", "float64"] = "float32") -> None:
+    def __init__(
+        self, *, precision: Literal["float32", "float64"] = "float32", device: Literal["cpu", "gpu"] = "cpu"
+    ) -> None:
+        """`device="gpu"`: abTEM's potentials and waves by CuPy, one process for each GPU; arrays come back to the host.
+
+        Raises UsageError where CuPy or a GPU is missing.
+        """
         self._abtem = configure_abtem()
+        self.device = device
+        self._cupy = cupy_with_gpu() if device == "gpu" else None
         self.version = f"{self._abtem.__version__}"
         self.precision = precision
         self.real = np.dtype(precision)
@@ -141,13 +150,16 @@ class AbtemSimulator:
         """
         stack = ExitStack()
         stack.enter_context(single_threaded())
-        stack.enter_context(self._abtem.config.set({"precision": self.precision, "fftw.planning_effort": planning}))
+        chosen = {"precision": self.precision, "fftw.planning_effort": planning, "device": self.device}
+        stack.enter_context(self._abtem.config.set(chosen))
         return stack
 
     def simulate(self, specs: Sequence[SampleSpec]) -> Iterator[Sample]:
         for members in passes(specs):
             with self.configured():
                 samples = self._simulate(members)
+            if self._cupy is not None:  # blocks of one grid's size are of no use to another's
+                self._cupy.get_default_memory_pool().free_all_blocks()
             yield from samples
 
     def _simulate(self, members: Sequence[SampleSpec]) -> list[Sample]:
@@ -260,7 +272,7 @@ class AbtemSimulator:
             parametrization=grid.parametrization,
             projection=grid.projection,
         )
-        slices = np.asarray(potential.build(lazy=False).array)
+        slices = on_host(potential.build(lazy=False).array)
         shape = (count, columns, rows)
         if slices.shape != shape or slices.dtype != self.real:
             raise RuntimeError(f"abTEM gave a potential of {slices.shape} {slices.dtype}, {shape} {self.real} expected")
@@ -341,7 +353,9 @@ class AbtemSimulator:
     def _potential_array(self, structure: StructureSpec, slices: NDArray[np.floating]) -> Any:
         y, x = structure.extent_yx_A
         return self._abtem.PotentialArray(
-            slices, slice_thickness=(structure.slice_thickness_A,) * len(slices), extent=(x, y)
+            slices if self._cupy is None else self._cupy.asarray(slices),
+            slice_thickness=(structure.slice_thickness_A,) * len(slices),
+            extent=(x, y),
         )
 
     def _scan(self, points_yx: NDArray[np.float64]) -> Any:
@@ -374,7 +388,10 @@ class AbtemSimulator:
 
         if waves.dtype != self.complex:
             raise RuntimeError(f"abTEM gave waves of {waves.dtype}, {self.complex} expected: its configuration changed")
-        transformed = scipy.fft.fft2(np.asarray(waves), axes=(-2, -1), workers=1)
+        if self._cupy is not None:
+            transformed = self._cupy.asnumpy(self._cupy.fft.fft2(waves, axes=(-2, -1)))
+        else:
+            transformed = scipy.fft.fft2(np.asarray(waves), axes=(-2, -1), workers=1)
         intensity = transformed.real.astype(np.float64) ** 2 + transformed.imag.astype(np.float64) ** 2
         return np.swapaxes(intensity, -1, -2)
 
@@ -390,16 +407,16 @@ class AbtemSimulator:
         waves = self._probe(spec).build(self._scan(np.zeros((1, 2))), lazy=False)
         key = (ly, lx, ny, nx, thickness, *(values[name] for name in ("energy_keV", "tilt_x_mrad", "tilt_y_mrad")))
         if self._between is None or self._between[0] != key:  # samples often share it
-            propagator = np.asarray(FresnelPropagator().get_array(waves, thickness))
+            propagator = on_host(FresnelPropagator().get_array(waves, thickness))
             aperture = np.asarray(antialias_aperture((nx, ny), (lx / nx, ly / ny), np))
             self._between = (key, propagator, aperture)
         _, propagator, aperture = self._between
-        return Optics(probe=np.asarray(waves.array)[0], propagator=propagator, aperture=aperture)
+        return Optics(probe=on_host(waves.array)[0], propagator=propagator, aperture=aperture)
 
     def transmission(self, spec: SampleSpec, slices: NDArray[np.floating]) -> NDArray[np.complexfloating]:
         """exp(i sigma V) of each slice (slices, x, y); not yet band-limited."""
         potential = self._potential_array(spec.structure, slices)
-        return np.asarray(potential.transmission_function(spec.values["energy_keV"] * 1e3).array)
+        return on_host(potential.transmission_function(spec.values["energy_keV"] * 1e3).array)
 
     def bandlimited(
         self, spec: SampleSpec, slices: Slices, aperture: NDArray[np.floating]

@@ -72,7 +72,8 @@ def advance(
     planes_moved: Any,
     transmissions: Any,
     order: Any,
-    propagator: Any,
+    propagators: Any,
+    halved: Any,
     propagate_first: Any,
     rows: Any,
     along_y: Any,
@@ -83,10 +84,11 @@ def advance(
     """Send waves through the slices `order`: transmit, and propagate between any two (and before, if told).
 
     planes (waves, kept ky, x), padded to whole LINES, hold the state: transformed along y, not along x. transmissions
-    are (different slices, x, y), the propagator is (kept ky padded, kx); rows tells how many of ky are kept from the
-    beginning and from the end. along_y and along_x are each a pair of buffers of LINES lines, the
-    first of along_y twice: as numbers, and as in `planes_moved`, where a complex number moves as one word. plans are
-    the addresses of (forward y, backward y, forward x, backward x), call that of FFTW's function.
+    are (different slices, x, y), propagators (2, kept ky padded, kx), of which halved tells the one before each slice;
+    rows tells how many of ky are kept from the beginning and from the end. along_y and along_x are each a pair of
+    buffers of LINES lines, the first of along_y twice: as numbers, and as in `planes_moved`, where a complex number
+    moves as one word. plans are the addresses of (forward y, backward y, forward x, backward x), call that of FFTW's
+    function.
     """
     waves = planes.shape[0]
     columns, ny = transmissions.shape[1], transmissions.shape[2]
@@ -97,6 +99,7 @@ def advance(
     at_lines, at_other, at_spectrum = lines.ctypes.data, other.ctypes.data, spectrum.ctypes.data
     for step in range(order.size):
         if step > 0 or propagate_first:
+            propagator = propagators[halved[step]]
             for wave in range(waves):
                 plane = planes[wave]
                 for row in range(0, plane.shape[0], LINES):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
 from exitwave.simulate.passes import propagations
-from exitwave.simulate.propagation import KeptRows, Propagation, batch_waves, inverse_of_points, kept_rows
+from exitwave.simulate.propagation import KeptRows, Propagation, batch_waves, kept_rows, scales
 from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
 
@@ -133,24 +133,24 @@ class FastSimulator(AbtemSimulator):
         (ny, nx), (ly, lx) = spec.grid_yx, spec.structure.extent_yx_A
         ky = beam.rows.take(np.fft.fftfreq(ny, ly / ny))
         kx = np.fft.fftfreq(nx, lx / nx)
-        factor, made_good = inverse_of_points(ny * nx, self.real)
+        powers = scales(ny * nx, exit_planes[-1])
         weight = np.abs(beam.propagator.astype(np.complex128)) ** 2
         intensity = np.empty((len(beam.rows), nx))
 
         def observe(position: int, which: int, spectrum: NDArray[np.complexfloating]) -> None:
-            # once for the probe, once for each propagation before this plane
-            kernels.intensity(spectrum, weight, made_good ** exit_planes[which], intensity)
+            kernels.intensity(spectrum, weight, powers.made_good[exit_planes[which]], intensity)
             detect(position, which, intensity)
 
         self._propagation(spec.grid_yx, beam.rows).run(
-            probe=beam.probe * factor,
+            probe=beam.probe * self.real.type(powers.larger),
             shifts=[
                 (np.exp(-2j * np.pi * y * ky).astype(self.complex), np.exp(-2j * np.pi * x * kx).astype(self.complex))
                 for y, x in points_yx
             ],
             transmissions=self.bandlimited(spec, slices, beam.aperture),
             order=slices.order,
-            propagator=beam.propagator * factor,
+            propagator=beam.propagator,
+            scales=powers,
             exit_planes=exit_planes,
             observe=observe,
         )

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KeptRows", "Propagation", "batch_waves", "inverse_of_points", "kept_rows", "propagation_bytes"]
+__all__ = ["KeptRows", "Propagation", "Scales", "batch_waves", "kept_rows", "propagation_bytes", "scales"]
 
 _LINES = 8  # lines that are transformed together; the number of kept rows is rounded up to it
 _MOST_WAVES = 4
@@ -48,14 +48,30 @@ def propagation_bytes(grid_yx: tuple[int, int], itemsize: int = 8) -> int:
     return points * (itemsize * (batch_waves(grid_yx, itemsize) + 1) + 8)
 
 
-def inverse_of_points(points: int, real: np.dtype[Any]) -> tuple[Any, float]:
-    """1 / points as the loop multiplies by it, and by how much an intensity must be multiplied for each time it did.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scales:
+    """Powers of two that stand for 1 / points, by which a wave is divided before each slice.
 
-    In float32 the factor is off by up to 6e-8, at every slice by the same and in the same direction: after a hundred
-    slices the intensity by up to 1e-5. That is known exactly, and made good in float64 where a wave is detected.
+    A propagator over the number of points would be rounded, at every slice in the same way: after a hundred slices of
+    float32 intensities are off by 1e-5. Multiplied by a power of two it is exact. Two powers, one below and one above
+    1 / points, are taken in turn such that the wave stays within a factor of two of its size; what remains is known
+    and made good in float64 where a wave is detected.
     """
-    factor = real.type(1.0 / points)
-    return factor, (points * float(factor)) ** -2
+
+    larger: float  # 2^-k >= 1 / points; the other power is half of it
+    halved: NDArray[np.intp]  # before each slice, 0: the larger power, 1: the smaller
+    made_good: NDArray[np.float64]  # (slices + 1,): factor of an intensity behind so many slices
+
+
+def scales(points: int, slices: int) -> Scales:
+    """For a grid of so many points. The first power, always the larger, belongs to the probe."""
+    larger = 2.0 ** -(points.bit_length() - 1)
+    size, halved, sizes = 1.0, np.zeros(slices, dtype=np.intp), [1.0]
+    for index in range(slices):
+        halved[index] = index > 0 and size > 1.0
+        size *= points * larger / (2.0 if halved[index] else 1.0)
+        sizes.append(size)
+    return Scales(larger=larger, halved=halved, made_good=np.array(sizes) ** -2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,22 +145,24 @@ class Propagation:
         transmissions: NDArray[np.complexfloating],
         order: NDArray[np.intp],
         propagator: NDArray[np.complexfloating],
+        scales: Scales,
         exit_planes: Sequence[int],
         observe: Callable[[int, int, NDArray[np.complexfloating]], None],
     ) -> None:
         """Send probes through a specimen and look at what leaves it.
 
-        probe (kept ky, kx) is the transform of the probe at the origin, over the number of points of the grid;
+        probe (kept ky, kx) is the transform of the probe at the origin, times `scales.larger`;
         shifts are, for each position, the phases along kept ky and along kx that move it there; transmissions
-        (different slices, x, y) in the order `order`; propagator (kept ky, kx) is over the number of points too.
+        (different slices, x, y) in the order `order`; propagator (kept ky, kx) as it is; scales for all of its slices.
 
         exit_planes are numbers of slices passed, rising, at least 1; at each, `observe(position, which exit plane,
         F psi)` is called with the transform of the wave behind that slice, (kept ky, kx): a buffer that is used again,
-        and not yet cut by the antialias aperture.
+        not yet cut by the antialias aperture, and of a size that `scales.made_good` tells.
         """
         kernels, rows = self._kernels, self.rows
-        padded = np.zeros((self._planes.shape[1], propagator.shape[1]), dtype=propagator.dtype)
-        padded[: len(rows)] = propagator
+        padded = np.zeros((2, self._planes.shape[1], propagator.shape[1]), dtype=propagator.dtype)
+        for index, power in enumerate((scales.larger, scales.larger / 2.0)):
+            padded[index, : len(rows)] = propagator * propagator.real.dtype.type(power)
         _, _, forward_x, backward_x = self._plans
         self._whole[:] = 0
         for start in range(0, len(shifts), len(self._planes)):
@@ -160,6 +178,7 @@ class Propagation:
                     transmissions,
                     order[passed:plane],
                     padded,
+                    scales.halved[passed:plane],
                     passed > 0,
                     (rows.low, rows.high),
                     self._along_y,

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from exitwave.simulate.abtem_backend import Slices
 from exitwave.simulate.detector import Resampling
 from exitwave.simulate.multislice import FastSimulator
-from exitwave.simulate.propagation import KeptRows, inverse_of_points, kept_rows
+from exitwave.simulate.propagation import KeptRows, kept_rows, scales
 from exitwave.simulate.route import route
 from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
@@ -88,11 +88,11 @@ class SMatrixSimulator(FastSimulator):
             np.zeros((len(front), *member.recipe.detector.shape)) for front, member in zip(fronts, members, strict=True)
         ]
         transmissions = self.bandlimited(spec, slices, optics.aperture)
-        _, made_good = inverse_of_points(spec.grid_yx[0] * spec.grid_yx[1], self.real)
+        made_good = scales(spec.grid_yx[0] * spec.grid_yx[1], planes[-1]).made_good
         for first, matrix in self._bands(spec, rows, propagator, transmissions, slices, planes, beams_yx, window):
             for member, front, out in zip(members, fronts, found, strict=True):
                 plane = member.exit_plane
-                self._reduce(front, matrix[planes.index(plane)], made_good**plane, first, window, out)
+                self._reduce(front, matrix[planes.index(plane)], made_good[plane], first, window, out)
         return [scan_patterns(member, out) for member, out in zip(members, found, strict=True)]
 
     def _window(self, spec: SampleSpec, rows: KeptRows, weight: NDArray[np.float64]) -> _Window:
@@ -142,8 +142,8 @@ class SMatrixSimulator(FastSimulator):
         # A beam is a plane wave of amplitude 1: one point of its transform, over the number of points of the grid.
         one_y, one_x = (np.eye(count, dtype=self.complex) for count in (ny, nx))
         beams = [(rows.take(one_y[y]), one_x[x]) for y, x in beams_yx]
-        factor, _ = inverse_of_points(ny * nx, self.real)
-        unit = np.full((len(rows), nx), factor, dtype=self.complex)
+        powers = scales(ny * nx, planes[-1])
+        unit = np.full((len(rows), nx), powers.larger, dtype=self.complex)
         for first in range(0, window.tiles, most):
             count = min(most, window.tiles - first)
             matrix = np.zeros((len(planes), count, len(beams_yx), points), dtype=self.complex)
@@ -167,7 +167,8 @@ class SMatrixSimulator(FastSimulator):
                 shifts=beams,
                 transmissions=transmissions,
                 order=slices.order,
-                propagator=propagator * factor,
+                propagator=propagator,
+                scales=powers,
                 exit_planes=planes,
                 observe=keep,
             )

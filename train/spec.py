@@ -22,6 +22,7 @@ __all__ = [
     "ModelSpec",
     "OptimizerSpec",
     "TrainSpec",
+    "WindowSpec",
     "spec_difference",
 ]
 
@@ -66,6 +67,13 @@ class DetectorOptions(StrictModel):
         return self
 
 
+class WindowSpec(StrictModel):
+    """How many shards and different structures a moving shuffle mixes at least; see `ingest.windows.Window`."""
+
+    shards: int = Field(default=10, ge=1)
+    structures: int = Field(default=64, ge=1)
+
+
 class DataSpec(StrictModel):
     """What the network sees of a sample.
 
@@ -77,6 +85,7 @@ class DataSpec(StrictModel):
     physics: images derived from the same noisy patterns, added as channels: the centre of mass and its integral.
     conditions: what an experimenter knows, added as constant channels.
     augment: mirror and transpose scan, detector and label together, drawn by (epoch, uid).
+    window: shuffle through a moving window of shards, for a cache smaller than the data set; null mixes all samples.
     """
 
     dose_e_per_pattern: float | None = Field(default=1e4, gt=0)
@@ -91,6 +100,7 @@ class DataSpec(StrictModel):
         "R_sampling_A",
     )
     augment: Literal["none", "dihedral"] = "dihedral"
+    window: WindowSpec | None = None
     workers: int = Field(default=0, ge=0, le=256, description="loader processes per rank; 0 reads in the rank itself")
 
 
@@ -182,9 +192,9 @@ def spec_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
     """Lines `key.path: old -> new` for all that differs between two canonical specs; empty where they agree."""
     lines: list[str] = []
     for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key, "(absent)"), new.get(key, "(absent)")
+        before, after = old.get(key), new.get(key)  # an option that came later is null where it is absent
         if isinstance(before, dict) and isinstance(after, dict):
             lines += spec_difference(before, after, f"{prefix}{key}.")
         elif before != after:
-            lines.append(f"{prefix}{key}: {before} -> {after}")
+            lines.append(f"{prefix}{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}")
     return lines

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exitwave.ingest import GlobalSampler, ShardDataset
+from exitwave.ingest import GlobalSampler, ShardDataset, Window
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.prefetch import Prefetcher
@@ -187,6 +187,7 @@ def _build(spec: TrainSpec, dataset: ShardDataset, out: Path, ranks: Ranks, even
         world_size=ranks.info.world_size,
         global_batch=spec.batch,
         seed=spec.seed,
+        window=None if spec.data.window is None else Window(**spec.data.window.model_dump()),
     )
     progress = Progress(step=0, elapsed_s=0.0, sampler=sampler.state_dict())
     checkpoint = ranks.from_first(lambda: latest_checkpoint(out / "checkpoints"))

@@ -107,7 +107,7 @@ def stage_dataset(
         f"{human_bytes(report.bytes_reused)} were there."
     )
     if is_url(source):
-        document["message"] += f"\nThe data set for `--data`: {report.home}"
+        document["message"] += f"\nThe data set for `--data`: {report.home}, together with `--cache {cache}`"
     return document
 
 

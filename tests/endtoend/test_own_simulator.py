@@ -131,3 +131,22 @@ def test_ranks_share_each_epoch(folder: Path, tmp_path: Path) -> None:
     uids = [int(sample["uid"]) for part in taken for sample in part]
     assert len(taken[0]) == len(taken[1]) == 20 and len(set(uids)) == 40
     assert taken[0][0]["later"].shape == (32, 32)
+
+
+@pytest.mark.long
+def test_the_example_learns_on_two_ranks(folder: Path) -> None:
+    document("simulate", "heat.yaml", "--out", "all", "--cluster", "inline", cwd=folder)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        "all",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    learnt, untouched = (float(word) for word in done.stdout.splitlines()[-1].split() if word[0].isdigit())
+    assert learnt < 0.75 * untouched

@@ -32,7 +32,8 @@ from exitwave.ingest.schema import FieldSpec
 from exitwave.ingest.staging import Share
 from exitwave.ingest.staging_home import CacheHome, pin
 from exitwave.ingest.staging_plan import CachePlanner
-from exitwave.ingest.staging_run import Limits, StagingRun, StorageSource
+from exitwave.ingest.staging_run import Limits, StagingRun
+from exitwave.ingest.staging_sources import StorageSource
 from exitwave.ingest.storage import PosixStorage, Reader, open_storage
 from exitwave.workflows.staging import StageChoices, _peers, parse_share
 

@@ -15,6 +15,9 @@ import pytest
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.train.allreduce.bench import METHODS, rows_and_targets, run_bench, table
 from exitwave.train.allreduce.bench_links import open_link
+from exitwave.train.allreduce.bench_rank import ends_to_limits
+from exitwave.train.allreduce.cost import LinkCost
+from exitwave.train.allreduce.reducer import Moments
 
 
 def measured(ours_s: float, communication_s: float, step_s: float = 0.7) -> dict:
@@ -29,6 +32,7 @@ def measured(ours_s: float, communication_s: float, step_s: float = 0.7) -> dict
         "exposed_s": {"static/optimal": 0.1},
         "communication_s": communication_s,
         "reduction_s": 0.51,
+        "reduction_to_limit": 1.02,
         "refused": {},
         "batch": 2,
         "tensors": 3,
@@ -66,6 +70,14 @@ def test_the_target_of_the_whole_step_goes_by_the_measured_ratio(communication_s
     assert bound["value"] == pytest.approx(0.75 * 1.5 / max(0.6, communication_s))
     end = [t for t in targets if "F(n)" in t["name"]]
     assert [t["value"] for t in end] == ([] if communication_s == 0.01 else [pytest.approx(1.02)])
+
+
+def test_the_end_of_a_reduction_is_compared_with_what_the_slowest_rank_allows():
+    link = LinkCost(alpha_s=1.0, beta_s_per_byte=0.5)
+    first = Moments(begun=100.0, started=((102.0, 4), (103.0, 2)), ended=110.0)
+    second = Moments(begun=101.0, started=((104.0, 4), (109.0, 2)), ended=112.0)
+    # F = max(max(0, 4) + 3, 9) + 2 = 11 after the first gradient of any rank; the reduction ended after 12
+    assert ends_to_limits([[first], [second]], link) == [pytest.approx(12 / 11)]
 
 
 def test_a_short_run_measures_methods_on_two_ranks():

@@ -18,7 +18,7 @@ from sim_samples import recipe, sample, single_atom
 from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.passes import pass_key, passes, propagations
-from exitwave.simulate.propagation import kept_rows
+from exitwave.simulate.propagation import kept_rows, scales
 from exitwave.simulate.route import route, settings_per_pass
 from exitwave.simulate.simulator import get_simulator, simulate_sample
 from exitwave.simulate.smatrix import SMatrixSimulator, beams_of
@@ -344,6 +344,18 @@ def test_auto_takes_the_matrix_where_probes_outnumber_beams() -> None:
         (chosen,) = auto.simulate([spec])
         assert chosen.params["simulator"].decode() == route(spec)
         assert chosen.arrays["cbed"].tobytes() == simulate_sample(spec, simulator=route(spec)).arrays["cbed"].tobytes()
+
+
+@pytest.mark.parametrize("points", [36, 60 * 54, 250 * 250, 256 * 256, 720 * 720])
+def test_powers_of_two_stand_for_the_number_of_points(points: int) -> None:
+    """Exact numbers that keep a wave within a factor of two of its size, over any number of slices."""
+    made = scales(points, 1000)
+    assert math.frexp(made.larger)[0] == 0.5 and 1 <= points * made.larger < 2
+    size = 1.0
+    for index, halved in enumerate(made.halved):
+        size *= points * made.larger / (2 if halved else 1)
+        assert 0.5 < size < 2
+        assert size**2 * made.made_good[index + 1] == pytest.approx(1, abs=1e-15)
 
 
 @pytest.mark.parametrize("points", [6, 30, 50, 64, 100])

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from exitwave.ingest import staging, staging_run
+from exitwave.ingest import staging, staging_copy
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import sweep_parts
 from exitwave.ingest.manifest import ManifestWriter, load_manifest
@@ -59,7 +59,7 @@ def write(dataset: Path, task: int) -> None:
 
 if __name__ == "__main__":
     verb, dataset, argument, point = sys.argv[1:]
-    staging_run.CHUNK = 4096
+    staging_copy.CHUNK = 4096
     print("ready", flush=True)  # imports are done: who kills at a random time begins to count now
     if verb == "write":
         die_at(point)

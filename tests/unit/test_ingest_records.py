@@ -142,3 +142,40 @@ def test_shard_ids_that_are_no_file_names_are_refused(name: str) -> None:
 def test_extents_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="expected"):
         PublishedShard.from_json({**BASE, "extents": [{**BASE["extents"][0], **change}]})
+
+
+def test_alike_shards_share_what_is_alike() -> None:
+    extent = Extent(field="a", dtype="<f4", shape=(2, 3), offset=64, stride=12)
+    info = StructureInfo(
+        index=0,
+        formula="Au",
+        space_group=225,
+        prototype_group=1,
+        source="COD",
+        licence="CC0-1.0",
+        sha256="0" * 64,
+        zone_axis=(0, 0, 1),
+    )
+    shards = [
+        PublishedShard.from_json(
+            json.loads(
+                json.dumps(
+                    PublishedShard(
+                        shard_id=f"s{task}",
+                        task=task,
+                        path=f"shards/s{task}.h5",
+                        nbytes=100,
+                        n=2,
+                        xxh3_128="0",
+                        extents=(extent,),
+                        structures=(info,),
+                        stats={"fields": {"a": {"min": float(task)}}},
+                    ).to_json()
+                )
+            )
+        )
+        for task in range(2)
+    ]
+    assert shards[0].extents[0] is shards[1].extents[0]
+    assert shards[0].structures[0] is shards[1].structures[0]
+    assert [shard.stats["fields"]["a"]["min"] for shard in shards] == [0.0, 1.0]

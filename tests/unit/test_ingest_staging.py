@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ingest_samples import make_dataset, write_shard
 
-from exitwave.ingest import load_manifest, open_dataset, stage, staging_run
+from exitwave.ingest import load_manifest, open_dataset, stage, staging_copy
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.files import FileLock, hash_file
 from exitwave.ingest.manifest import ManifestWriter
@@ -68,7 +68,7 @@ def test_capacity_below_the_data_set_is_refused_with_the_minimum(tmp_path: Path)
 @pytest.mark.parametrize("kind", ["event", "function"])
 def test_stopped_in_mid_copy_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     root, cache = make_dataset(tmp_path / "d", "ttt"), tmp_path / "cache"
-    monkeypatch.setattr(staging_run, "CHUNK", 4096)
+    monkeypatch.setattr(staging_copy, "CHUNK", 4096)
     size, event = load_manifest(root).shards[0].nbytes, threading.Event()
     real = os.pwrite
 

@@ -30,6 +30,19 @@ def test_canonical_form_round_trips_and_differences_are_named():
     assert spec_difference(spec.canonical(), spec.canonical()) == []
 
 
+def test_a_window_of_the_shuffle_is_an_option_that_older_runs_do_not_miss():
+    spec = TrainSpec.model_validate({"steps": 1, "data": {"window": {"shards": 4}}})
+    assert spec.data.window is not None
+    assert (spec.data.window.shards, spec.data.window.structures) == (4, 64)
+    with pytest.raises(pydantic.ValidationError, match="shards"):
+        TrainSpec.model_validate({"steps": 1, "data": {"window": {"shards": 0}}})
+    old = TrainSpec(steps=1).canonical()
+    del old["data"]["window"]
+    assert spec_difference(old, TrainSpec(steps=1).canonical()) == []
+    changed = spec_difference(old, spec.canonical())
+    assert changed == ["data.window: (absent) -> {'shards': 4, 'structures': 64}"]
+
+
 @pytest.mark.parametrize(("name", "structure", "offset"), [("mse", 1.0, 4.0), ("l1", 1.0, 2.0), ("huber", 0.5, 1.5)])
 def test_loss_splits_structure_from_offset(name, structure, offset):
     target = torch.zeros(1, 2, 2)

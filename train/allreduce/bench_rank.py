@@ -17,7 +17,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from exitwave.train.allreduce.cost import LinkCost, finish_times_s
 from exitwave.train.allreduce.engine import GroupedAllreduce
+from exitwave.train.allreduce.reducer import Moments
 from exitwave.train.allreduce.tuning import MEASURED_PASSES, WARM_PASSES
 from exitwave.train.models.fc_densenet import build_model
 from exitwave.train.models.unet3d import UNet3D
 
-__all__ = ["make", "meet"]
+__all__ = ["ends_to_limits", "make", "meet"]
 
 _SETTLE = WARM_PASSES + MEASURED_PASSES + 2  # steps until a plan is final, and two by it
 _BLOCK = 4  # steps of a method in a round, the first of which is not counted
@@ -169,6 +171,7 @@ def measure(model: nn.Module, x: torch.Tensor, names: list[str], seconds: float)
     communication_s = _communication_s(nbytes)
     compute_s = statistics.median(methods["compute"].step(x) for _ in range(4))
     reductions: list[float] = []
+    moments: list[Moments] = []  # of the counted steps of static/optimal
 
     def block(name: str) -> list[float]:
         dist.barrier()
@@ -177,7 +180,10 @@ def measure(model: nn.Module, x: torch.Tensor, names: list[str], seconds: float)
         def steps() -> list[float]:
             times = [method.step(x)]
             before = method.engine.counters.reduction_s if method.engine is not None else 0.0
-            times += [method.step(x) for _ in range(_BLOCK - 1)]
+            for _ in range(_BLOCK - 1):
+                times.append(method.step(x))
+                if name == "static/optimal" and method.engine is not None and method.engine.counters.last is not None:
+                    moments.append(method.engine.counters.last)
             if name == "static/optimal" and method.engine is not None:
                 reductions.append((method.engine.counters.reduction_s - before) / (_BLOCK - 1))
             return times[1:]
@@ -199,6 +205,7 @@ def measure(model: nn.Module, x: torch.Tensor, names: list[str], seconds: float)
     engines = {name: method.engine for name, method in methods.items() if method.engine is not None}
     before = {name: engine.counters.exposed_s for name, engine in engines.items()}
     reductions.clear()
+    moments.clear()
     steps: dict[str, list[list[float]]] = {name: [] for name in names}
     for turn in range(rounds):
         first = turn % len(names)
@@ -207,11 +214,14 @@ def measure(model: nn.Module, x: torch.Tensor, names: list[str], seconds: float)
     exposed = {name: (engine.counters.exposed_s - before[name]) / (rounds * _BLOCK) for name, engine in engines.items()}
     planning = engines["static/optimal"].planning
     assert planning is not None
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, moments)
     record = {
         "steps_s": steps,
         "exposed_s": exposed,
         "communication_s": communication_s,
         "reduction_s": statistics.median(reductions),
+        "reduction_to_limit": statistics.median(ends_to_limits(of_ranks, planning.link)),
         "refused": refused,
         "batch": len(x),
         "tensors": len(parameters),
@@ -230,6 +240,21 @@ def measure(model: nn.Module, x: torch.Tensor, names: list[str], seconds: float)
     for engine in engines.values():
         engine.close()
     return record
+
+
+def ends_to_limits(ranks: Sequence[Sequence[Moments]], link: LinkCost) -> list[float]:
+    """Of each step (`ranks`: rank -> steps): when its reduction ended, to F(n) with the ready times of that very step.
+
+    Ready is a group when the slowest rank has it. Time counts from the first gradient of any rank: the ranks share one
+    machine, so their performance counters agree. Pure.
+    """
+    ratios = []
+    for step in zip(*ranks, strict=True):
+        origin = min(own.begun for own in step)
+        started = zip(*(own.started for own in step), strict=True)  # group -> ranks
+        ready_s, sizes = zip(*((max(at for at, _ in group) - origin, group[0][1]) for group in started), strict=True)
+        ratios.append((max(own.ended for own in step) - origin) / finish_times_s(ready_s, sizes, link)[-1])
+    return ratios
 
 
 def _communication_s(nbytes: int) -> float:

@@ -29,9 +29,18 @@ from exitwave.train.allreduce.timeline import Timeline
 from exitwave.train.allreduce.wire import Wire
 from exitwave.train.transport import Handle
 
-__all__ = ["Counters", "Reducer"]
+__all__ = ["Counters", "Moments", "Reducer"]
 
 _LARGE_BYTES = 32 * 2**10  # from here on the memory, not the call, is what a gradient costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """Of one reduction on this rank, by the performance counter: its first gradient, its collectives, its end."""
+
+    begun: float
+    started: tuple[tuple[float, int], ...]  # when each collective was started, and its bytes
+    ended: float
 
 
 @dataclass(kw_only=True)
@@ -46,6 +55,7 @@ class Counters:
     plans: int = 0  # plans made from measurements, the first included
     exposed_s: float = 0.0  # seconds waited after the local backward pass had ended
     reduction_s: float = 0.0  # seconds from a pass's first gradient to the end of its reduction
+    last: Moments | None = None  # the last reduction, with overlap "backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +115,7 @@ class Reducer:
         self._noticed = 0  # of them, by the timeline
         self._cycles = 0  # of the schedule, as far as they are counted
         self.weight = 1.0
+        self._begun = 0.0
 
     def _cut_batches(self, group: int) -> list[_Batch]:
         """Runs of small neighbours within a group."""
@@ -128,6 +139,7 @@ class Reducer:
     def begin(self, weight: float) -> None:
         """A reduction starts; this rank's gradients count `weight`."""
         self.weight = weight
+        self._begun = time.perf_counter()
 
     def ready(self, i: int) -> None:
         """Tensor i has its gradient."""
@@ -161,6 +173,8 @@ class Reducer:
             wait(flight.handle, lambda run=flight.run: self._describe(run))  # type: ignore[misc]
             if self._timeline is not None:
                 self._notice()
+        started = tuple((flight.begun, flight.nbytes) for flight in self._flights)
+        self._counters.last = Moments(begun=self._begun, started=started, ended=time.perf_counter())
         self._counters.cycles += self._schedule.cycles - self._cycles
         self._cycles = self._schedule.cycles
 

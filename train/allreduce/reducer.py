@@ -250,7 +250,7 @@ class Reducer:
             return
         if self.weight == 0.0:
             view.zero_()  # not 0·x: a rank without samples may hold NaN
-        elif gradient is view or gradient.data_ptr() == view.data_ptr():
+        elif gradient is view or (not gradient.is_sparse and gradient.data_ptr() == view.data_ptr()):
             view.mul_(self.weight)
         else:
             if gradient.is_sparse or gradient.dtype != view.dtype or gradient.shape != view.shape:

@@ -249,6 +249,7 @@ class ManifestWriter:
         if published.shard_id in self._live:
             raise UsageError(f"{self.path}: shard {published.shard_id} is committed already")
         _check_fields(published, self.manifest.header)
+        self._check_params(published)
         uids = self._read_uids(published)
         if self._uids.size and uids.size:
             at = np.minimum(np.searchsorted(self._uids, uids), self._uids.size - 1)
@@ -271,6 +272,18 @@ class ManifestWriter:
         self._uids_of[record.shard_id] = uids
         self._uids = np.insert(self._uids, np.searchsorted(self._uids, np.sort(uids)), np.sort(uids))
         return record
+
+    def _check_params(self, published: PublishedShard) -> None:
+        """UsageError where the shard has other parameters than those that are committed: nobody could read both."""
+        mine = published.extent("params").numpy_dtype
+        theirs = next((shard.extent("params").numpy_dtype for shard in self._live.values()), mine)
+        if mine != theirs:
+            apart = sorted(set(mine.names or ()) ^ set(theirs.names or ())) or ["types"]
+            raise UsageError(
+                f"{self.path}: shard {published.shard_id} has other parameters than the shards before it "
+                f"({', '.join(apart[:6])}). If the data set is of an older version, `exitwave migrate {self.root}` "
+                "brings it to the present one."
+            )
 
     def tombstone(self, shard_id: str, why: str) -> Tombstone:
         """Takes a committed shard out of the data set; its file stays. UsageError when it is not committed."""

@@ -124,7 +124,7 @@ def migrate_dataset(
 
     jobs = [
         ShardJob(root=dataset, record=r, shard_id=r.shard_id, rows=tuple(range(r.n)), convert=convert)
-        for r in data.shards
+        for r in sorted(data.shards, key=lambda record: record.seq)  # in order of arrival, by which streams number
     ]
     with _nobody_writes(dataset):
         if not new.exists():

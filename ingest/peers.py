@@ -3,10 +3,12 @@
 Protocol, one request a connection; integers are big-endian, a message is its length (4 bytes) and that many bytes of
 JSON.
  (1) The client connects from its own cluster address. The server closes what comes from an address that no node has.
- (2) Server -> client: "EXWP1", then 32 random bytes S.
- (3) Client -> server: 32 random bytes C, then HMAC-SHA256(secret, "client" S C). The server closes the connection
-     without a word unless that is right: it speaks to holders of the run's secret only, and the secret never travels.
- (4) Server -> client: HMAC-SHA256(secret, "server" C S). The client closes unless that is right.
+ (2) Server -> client: "EXWP2", then 32 random bytes S.
+ (3) Client -> server: 32 random bytes C, then HMAC-SHA256(secret, "client" S C N), where N is the
+     server's name in the list of nodes: who sits at one node's address cannot pass the proof on to another node. The
+     server closes the connection without a word unless that is right: it speaks to holders of the run's secret only,
+     and the secret never travels. The client has 10 s for this, whole.
+ (4) Server -> client: HMAC-SHA256(secret, "server" C S N). The client closes unless that is right.
  (5) Client -> server: {"dataset": id, "from": node, "shard": id}; or {…, "done": true} by a node that needs no more.
  (6) Server -> client: {"state": "here", "nbytes": n}, then n bytes; or {"state": "coming"} each half second while the
      shard is under way there, at most ten times; or {"state": "no"}; or {"state": "noted"}.
@@ -19,8 +21,10 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -35,7 +39,7 @@ from exitwave.ingest.staging_home import pin
 
 __all__ = ["PeerBusyError", "PeerLacksError", "PeerServer", "ask_peer", "parse_address", "tell_done"]
 
-_MAGIC = b"EXWP1"
+_MAGIC = b"EXWP2"
 _NONCE = 32
 _MAX_MESSAGE = 4096
 _TIMEOUT_S = 10.0
@@ -53,20 +57,39 @@ class PeerBusyError(OSError):
 def parse_address(text: str) -> tuple[str, int]:
     """`host:port`, one of this cluster's own addresses. UsageError: malformed, or an address that means all."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host.strip() or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise UsageError(f"peer {text!r}: expected HOST:PORT, such as 10.0.0.2:7070")
-    if host in ("0.0.0.0", "::", "[::]", "*"):
+    host = host.strip("[]")
+    if _means_all(host):
         raise UsageError(f"peer {text!r}: shards are served on an address of the cluster or on 127.0.0.1, not on all")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
-def _proof(secret: bytes, who: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.digest(secret, who + first + second, hashlib.sha256)
+def _means_all(host: str) -> bool:
+    """Also in its other spellings, such as `0` or `::ffff:0.0.0.0`."""
+    if host == "*":
+        return True
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_unspecified
+    with contextlib.suppress(OSError):
+        return socket.inet_aton(host) == bytes(4)
+    return False
 
 
-def _receive(sock: socket.socket, n: int) -> bytes:
+def _proof(secret: bytes, who: bytes, first: bytes, second: bytes, server: str) -> bytes:
+    return hmac.digest(secret, who + first + second + server.encode(), hashlib.sha256)
+
+
+def _receive(sock: socket.socket, n: int, *, until: float | None = None) -> bytes:
+    """`n` bytes; TimeoutError once `until` (monotonic) is over, however many single bytes have come."""
     data = bytearray()
     while len(data) < n:
+        if until is not None:
+            sock.settimeout(max(0.001, min(until - time.monotonic(), _TIMEOUT_S)))
+            if time.monotonic() > until:
+                raise TimeoutError(errno.ETIMEDOUT, "the handshake took too long")
         piece = sock.recv(n - len(data))
         if not piece:
             raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
@@ -79,13 +102,13 @@ def _send_message(sock: socket.socket, message: dict[str, Any]) -> None:
     sock.sendall(len(data).to_bytes(4, "big") + data)
 
 
-def _receive_message(sock: socket.socket) -> dict[str, Any]:
-    n = int.from_bytes(_receive(sock, 4), "big")
+def _receive_message(sock: socket.socket, *, until: float | None = None) -> dict[str, Any]:
+    n = int.from_bytes(_receive(sock, 4, until=until), "big")
     if n > _MAX_MESSAGE:
         raise OSError(errno.EBADMSG, f"a message of {n} bytes, expected at most {_MAX_MESSAGE}")
     try:
-        message = json.loads(_receive(sock, n))
-    except ValueError as error:
+        message = json.loads(_receive(sock, n, until=until))
+    except (ValueError, RecursionError) as error:
         raise OSError(errno.EBADMSG, f"no message of ours: {error}") from None
     if not isinstance(message, dict):
         raise OSError(errno.EBADMSG, "no message of ours")
@@ -115,6 +138,7 @@ class PeerServer:
         met: Callable[[str], None] = lambda node: None,
     ) -> None:
         self._secret = secret
+        self._address = address
         self._dataset_id = dataset_id
         self._ready = ready
         self._status = status
@@ -128,7 +152,8 @@ class PeerServer:
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         host, port = parse_address(address)
         try:
-            self._listener = socket.create_server((host, port), backlog=128)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise UsageError(
                 f"peer address {address}: {error.strerror or error}. Give an address of this node."
@@ -143,13 +168,18 @@ class PeerServer:
                 sock, (host, *_) = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return
+            except OSError:  # also for want of descriptors, which may be there again soon
+                self._closing.wait(0.05)
+                continue
             if host not in self._allowed or not self._slots.acquire(blocking=False):
                 self.refused += 1
                 sock.close()
                 continue
-            threading.Thread(target=self._serve, args=(sock,), name=f"peer {host}", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name=f"peer {host}", daemon=True).start()
+            except RuntimeError:  # no more threads now
+                self._slots.release()
+                sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -157,12 +187,16 @@ class PeerServer:
                 sock.settimeout(_TIMEOUT_S)
                 mine = secrets.token_bytes(_NONCE)
                 sock.sendall(_MAGIC + mine)
-                theirs, proof = _receive(sock, _NONCE), _receive(sock, 32)
-                if not hmac.compare_digest(proof, _proof(self._secret, b"client", mine, theirs)):
+                until = time.monotonic() + _TIMEOUT_S
+                theirs, proof = _receive(sock, _NONCE, until=until), _receive(sock, 32, until=until)
+                if not hmac.compare_digest(proof, _proof(self._secret, b"client", mine, theirs, self._address)):
                     self.refused += 1
                     return
-                sock.sendall(_proof(self._secret, b"server", theirs, mine))
-                self._answer(sock, _receive_message(sock))
+                sock.settimeout(_TIMEOUT_S)
+                sock.sendall(_proof(self._secret, b"server", theirs, mine, self._address))
+                request = _receive_message(sock, until=time.monotonic() + _TIMEOUT_S)
+                sock.settimeout(_TIMEOUT_S)
+                self._answer(sock, request)
         finally:
             self._slots.release()
 
@@ -200,7 +234,7 @@ class PeerServer:
 
     def _open(self, shard_id: str) -> int | None:
         """The ready shard, pinned while it is sent."""
-        if "/" in shard_id or shard_id.startswith("."):
+        if not re.fullmatch(r"[0-9A-Za-z_-]{1,128}", shard_id):
             return None
         try:
             fd = open_to_read(self._ready / f"{shard_id}.h5")
@@ -239,8 +273,8 @@ def _connect(peer: str, me: str, secret: bytes, timeout_s: float) -> socket.sock
         if _receive(sock, len(_MAGIC)) != _MAGIC:
             raise OSError(errno.EPROTO, f"{peer} is no peer of ours")
         theirs, mine = _receive(sock, _NONCE), secrets.token_bytes(_NONCE)
-        sock.sendall(mine + _proof(secret, b"client", theirs, mine))
-        if not hmac.compare_digest(_receive(sock, 32), _proof(secret, b"server", mine, theirs)):
+        sock.sendall(mine + _proof(secret, b"client", theirs, mine, peer))
+        if not hmac.compare_digest(_receive(sock, 32), _proof(secret, b"server", mine, theirs, peer)):
             raise OSError(errno.EPROTO, f"{peer} does not know the secret of this run")
         return sock
     except BaseException:
@@ -267,8 +301,11 @@ def ask_peer(
     try:
         met(peer)
         _send_message(sock, {"dataset": dataset_id, "from": me, "shard": shard_id})
-        while (answer := _receive_message(sock)).get("state") == "coming":
-            pass
+        for _ in range(_KEEPALIVES + 1):
+            if (answer := _receive_message(sock)).get("state") != "coming":
+                break
+        else:
+            raise PeerBusyError(errno.EAGAIN, f"{peer} has not got the shard yet")
         if answer.get("state") != "here":
             raise PeerLacksError(errno.ENOENT, f"{peer} has no such shard")
         if answer.get("nbytes") != nbytes:

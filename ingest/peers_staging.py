@@ -67,6 +67,7 @@ class _PeerSource:
     options: PeerOptions
     dataset_id: str
     met: Callable[[str], None]
+    chosen_at: float
     shared: bool = False
 
     def open(self, shard: ShardRecord) -> Reader:
@@ -97,7 +98,7 @@ class PeerSources:
         self._dataset_id = dataset_id
         self._started = time.monotonic()
         self._down_until: dict[str, float] = {}
-        self._seen: set[str] = set()
+        self._seen: dict[str, float] = {}  # since when
         self._lacking: set[tuple[str, str]] = set()
         self._holders = holders or (lambda shard_id: ranking(shard_id, options.nodes))
         self.server = PeerServer(
@@ -107,7 +108,7 @@ class PeerSources:
             ready=home.ready,
             status=status,
             allowed={parse_address(node)[0] for node in options.nodes},
-            met=self._seen.add,
+            met=self._meet,
         )
 
     def choose(self, shard: ShardRecord) -> Source:
@@ -116,14 +117,21 @@ class PeerSources:
             if node == self.options.me:
                 break
             if (node, shard.shard_id) not in self._lacking and self._down_until.get(node, 0.0) <= now:
-                return _PeerSource(node, self.options, self._dataset_id, self._seen.add)
+                return _PeerSource(node, self.options, self._dataset_id, self._meet, now)
         return self._storage
 
     def failed(self, source: Source) -> None:
         """A peer broke off, stalled, lied or cannot be reached."""
+        if not isinstance(source, _PeerSource):
+            return
         now = time.monotonic()
-        if not source.shared and (source.name in self._seen or now - self._started > self.options.join_s):
+        # One that was asked before it was first met had perhaps not started then: that says nothing against it.
+        was_up = self._seen.get(source.name, float("inf")) < source.chosen_at
+        if was_up or now - self._started > self.options.join_s:
             self._down_until[source.name] = now + self.options.down_s
+
+    def _meet(self, node: str) -> None:
+        self._seen.setdefault(node, time.monotonic())
 
     def lacks(self, source: Source, shard: ShardRecord) -> None:
         """A peer is well, but does not have that shard: it is not asked for it again."""
@@ -131,7 +139,7 @@ class PeerSources:
 
     def worked(self, source: Source) -> None:
         if not source.shared:
-            self._seen.add(source.name)
+            self._meet(source.name)
 
     def linger(self, stop: Callable[[], bool]) -> None:
         """Serves until no other node needs this one."""
@@ -145,7 +153,7 @@ class PeerSources:
                 try:
                     tell_done(node, self.options.me, secret=self.options.secret, dataset_id=self._dataset_id)
                     told.add(node)
-                    self._seen.add(node)
+                    self._meet(node)
                 except OSError as error:
                     met = node in self._seen or node in self.server.done or self._joined()
                     silent_s = time.monotonic() - self.server.last_asked

@@ -11,6 +11,7 @@ cache longer than `wait_s`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from exitwave.ingest.codecs import decompress
-from exitwave.ingest.errors import DamagedDataError
+from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.ingest.files import byte_view, crc32c, crc32c_more, open_to_read
 from exitwave.ingest.records import Extent, PublishedShard
 from exitwave.ingest.schema import TABLES
@@ -36,7 +37,8 @@ MAX_OPEN = 256  # a quarter of the usual limit of a process
 MAX_THREADS = 4
 _BYTES_A_THREAD = 1 << 20  # less than this is read before a thread has woken up
 _PARAMS_KEPT = 16 << 20
-_PIECE = 256 << 10  # half of a small second-level cache
+_PIECE = 512 << 10  # fits a second-level cache; smaller ones cost two threads more in handing over to each other
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _SHORT = "the file is short"
 _WHAT_TO_DO = "`exitwave verify` lists all that is damaged; take such shards out or simulate them again."
 
@@ -366,11 +368,15 @@ class ShardFiles:
         if self.staged is not None and record.shard_id not in self._shunned:
             self._wait_for(record)
             with contextlib.suppress(OSError):  # then the data set itself has it
-                fd = open_to_read(self.staged / f"{record.shard_id}.h5")
+                fd = self._open_file(self.staged / f"{record.shard_id}.h5")
                 path, staged = self.staged / f"{record.shard_id}.h5", True
         try:
-            fd = open_to_read(path) if fd is None else fd
+            fd = self._open_file(path) if fd is None else fd
         except OSError as error:
+            if error.errno in _TOO_MANY:
+                raise UsageError(
+                    f"{path}: too many files are open. Close other data sets, or allow more files (ulimit -n)."
+                ) from error
             raise DamagedDataError(f"shard {record.shard_id}: {path}: {error.strerror}. {_WHAT_TO_DO}") from error
         file = _Descriptor(fd)
         extents = {extent.field: extent for extent in record.extents}
@@ -399,6 +405,17 @@ class ShardFiles:
             sums={**sums, "params": tables["params_crc32c"]},
             params=params,
         )
+
+    def _open_file(self, path: Path) -> int:
+        """Opens a file; where the process may not open more, the shards that were used least recently are let go."""
+        while True:
+            try:
+                return open_to_read(path)
+            except OSError as error:
+                if error.errno not in _TOO_MANY or not self._open:
+                    raise
+                for shard_id in list(self._open)[: -(-len(self._open) // 2)]:
+                    self._let_go(shard_id)
 
     def _table(self, fd: int, path: Path, staged: bool, record: PublishedShard, extent: Extent) -> Array:
         table = np.empty(extent.shape, dtype=extent.numpy_dtype)

@@ -60,11 +60,16 @@ class CampaignResult:
 
 
 def disk_shortage(plan: CampaignPlan, dataset: Path) -> str | None:
-    """What to say where the data set does not fit on its disk, else None."""
+    """What to say where what is left of the data set does not fit on its disk, else None."""
     folder = next(p for p in (dataset, *dataset.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    missing = plan.bytes - free
-    return f"{_size(plan.bytes)} needed in {folder}, {_size(free)} free" if missing > 0 else None
+    there = 0
+    if (dataset / MANIFEST_NAME).exists():
+        found = load_manifest(dataset)
+        if found.header.campaign_hash == plan.campaign_hash:
+            there = sum(shard.nbytes for shard in found.shards)
+    needed = max(0, plan.bytes - there)
+    return f"{_size(needed)} needed in {folder}, the disk has {_size(free)} free" if needed > free else None
 
 
 def run_campaign(
@@ -85,6 +90,7 @@ def run_campaign(
     _make_folder(dataset)
     _refuse_other_campaign(plan, dataset)
     with Lease(dataset) as lease:
+        fresh = not (dataset / MANIFEST_NAME).exists()
         _lay_out(plan, dataset)
         log = EventLog(dataset / EVENTS_NAME)
         log.listeners.extend(listeners)
@@ -92,6 +98,10 @@ def run_campaign(
             run = _Run(plan, dataset, cluster, log, manifest, stop or threading.Event(), drain_s, stall_s)
             try:
                 return run.execute()
+            except UsageError:  # no cluster there: nothing began
+                if fresh and not run.done:
+                    _take_back(dataset)
+                raise
             finally:
                 sweep_parts(dataset)
                 with contextlib.suppress(OSError):  # not empty: a writer on another host may live
@@ -154,6 +164,15 @@ def _lay_out(plan: CampaignPlan, dataset: Path) -> None:
         "tasks": rows,
     }
     write_atomic(dataset / PLAN_NAME, json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+
+
+def _take_back(dataset: Path) -> None:
+    """What `_lay_out` made of a folder that was no data set; the manifest first, so that it is none again."""
+    for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME):
+        (dataset / name).unlink(missing_ok=True)
+    for folder in (dataset / "shards" / ".part", dataset / "shards"):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _resolved(plan: CampaignPlan) -> bytes:

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from exitwave.simulate.label import lattice_phases
 from exitwave.simulate.physics import wavelength_A
 
-__all__ = ["aberration_phase", "focal_images", "objective", "plane_wave"]
+__all__ = ["QUADRATURE", "aberration_phase", "focal_images", "objective", "plane_wave"]
 
-_QUADRATURE = 7  # points over the focal spread
+QUADRATURE = 7  # points over the focal spread
 
 
 def aberration_phase(
@@ -124,7 +124,7 @@ def focal_images(
     left, right = lattice_phases(ky, kx, shape, sampling_A, origin_yx_A, rotation_deg)  # (H, beams), (W, beams)
     # exp(-i chi) with C10 = -focus: exp(+i pi lambda k^2 focus)
     per_A = np.pi * wavelength_A(values["energy_keV"]) * (ky**2 + kx**2)
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE if focal_spread_A else 1)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE if focal_spread_A else 1)
     images = np.zeros((len(focus_A), *shape))
     for image, focus in zip(images, focus_A, strict=True):
         for node, weight in zip(nodes, weights / weights.sum(), strict=True):

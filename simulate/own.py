@@ -15,10 +15,10 @@ which imports it there; a script that has changed since it was planned is refuse
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import math
 import re
 import sys
@@ -145,7 +145,10 @@ def _entry_point(name: str) -> str:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"simulator.use: {path} cannot be read: {error.strerror}") from None
 
 
 _loaded: dict[SimulatorRef, OwnSimulator] = {}
@@ -160,7 +163,8 @@ def load_simulator(ref: SimulatorRef) -> OwnSimulator:
             if not hasattr(found, part):
                 own = (n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
                 there = ", ".join(n for n in sorted(own)) or "no function"
-                raise UsageError(f"simulator.use: {ref.name}: {module.__file__} has no {part!r}; it has {there}")
+                where = ref.file or module.__name__
+                raise UsageError(f"simulator.use: {ref.name}: {where} has no {part!r}; it has {there}")
             found = getattr(found, part)
         if isinstance(found, type) or not callable(found):
             kind = "a class: an instance of it" if isinstance(found, type) else f"a {type(found).__name__}: a function"
@@ -174,7 +178,7 @@ def _import(ref: SimulatorRef) -> types.ModuleType:
         module = importlib.import_module(ref.name.partition(":")[0])
     except (Exception, SystemExit) as error:
         raise UsageError(f"simulator.use: {ref.name} cannot be imported: {_reason(error)}") from error
-    source = inspect.getsourcefile(module)
+    source = getattr(module, "__file__", None)  # a module built into Python has none
     if ref.sha256 and source is not None and _digest(Path(source)) != ref.sha256:
         raise _changed(ref, source)
     return module
@@ -287,14 +291,21 @@ def call_simulator(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """One sample: its arrays in the order of `fields`, checked against them. Whatever the simulator prints goes to
     stderr. Raises UsageError naming the parameters' values; MemoryError and a full disk pass as they are."""
-    told = with_values(parameters)
+    told, failure = with_values(parameters), ""
+    made: Any = None
     try:
         with contextlib.redirect_stdout(sys.stderr):
             made = simulator(dict(parameters))
-    except (MemoryError, InterruptedRunError, OSError):
+    except (MemoryError, InterruptedRunError):
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"simulator {name} ({told}): {_reason(error)}") from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        failure = _reason(error)
+    if failure:
+        # Outside of the handler: as cause or context the script's own exception would travel along, and it cannot,
+        # since the process that hears of it has not run the script.
+        raise UsageError(f"simulator {name} ({told}): {failure}")
     where = f"simulator {name} ({told})"
     if not isinstance(made, Mapping):
         raise UsageError(f"{where}: a mapping from names to arrays expected, came {type(made).__name__}")

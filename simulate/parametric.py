@@ -288,7 +288,10 @@ def make_parametric_plan(spec: ParametricSpec, *, base_dir: Path) -> ParametricP
     )
     calibration, warnings = None, []
     if spec.simulator.check:
-        fields, seconds = _try(simulator, recipe, declared=fields)
+        try:
+            fields, seconds = _try(simulator, recipe, declared=fields)
+        except MemoryError as error:
+            raise UsageError(f"simulator {ref.name}: one sample needs more memory than there is ({error})") from error
         recipe = replace(recipe, fields=fields, seconds=seconds)
         measured = 3 if spec.samples > 1 else 2
         calibration = Calibration(

@@ -161,16 +161,16 @@ def default_workers() -> int:
 
 def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[str, Any]:
     """The contract's `plan` document. Raises UsageError when it cannot run here (no room, too little memory)."""
+    from exitwave.simulate.campaign import disk_shortage
     from exitwave.simulate.cost import calibrate
 
     n = workers or planned.workers or default_workers()
     plan = planned.plan
     free = shutil.disk_usage(_existing(out)).free
-    if plan.bytes > free:
+    if (short := disk_shortage(plan, out)) is not None:
         raise UsageError(
-            f"{out}: the data set needs {human_bytes(plan.bytes)}, the disk has {human_bytes(free)} free. "
-            "Choose another disk "
-            "with --out, or ask for fewer samples (samples_per_structure) or smaller ones (scan.shape, detector.shape)."
+            f"{out}: no room for the data set: {short}. Choose another disk with --out, or ask for fewer samples "
+            "(samples_per_structure) or smaller ones (scan.shape, detector.shape)."
         )
     memory = psutil.virtual_memory().total
     if plan.memory_per_worker_bytes > memory:
@@ -180,6 +180,12 @@ def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[s
         )
     calibration = calibrate(plan) if isinstance(plan, Plan) else plan.calibration
     document: dict[str, Any] = plan.summary(workers=n, calibration=calibration)
+    if planned.cluster == "local" and n * plan.memory_per_worker_bytes > memory:
+        fit = memory // plan.memory_per_worker_bytes
+        document["warnings"].append(
+            f"{n} workers need about {human_bytes(n * plan.memory_per_worker_bytes)} of memory, this machine has "
+            f"{human_bytes(memory)}: --workers {fit}, a coarser grid.sampling_A or a smaller cell.min_extent_A"
+        )
     return {**document, "free_bytes": free}
 
 

@@ -34,7 +34,7 @@ def init(
         typer.Option(
             "--template",
             metavar="NAME",
-            help="quickstart (minutes), reconstruct (hours), or a campaign: classify, regress, seed-small.",
+            help="quickstart (minutes), reconstruct (hours), or a campaign: classify, regress, volume, seed-small.",
         ),
     ] = "quickstart",
     quiet: Quiet = False,

@@ -42,7 +42,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            sampler.commit(1)
+            sampler.commit(choices.batch)
         if rank == 0:
             print(f"epoch {epoch}: {loss.item() ** 0.5:.4f} K")
 

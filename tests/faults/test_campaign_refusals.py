@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from sim_samples import plan
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.manifest import load_manifest
 from exitwave.simulate.campaign import disk_shortage, run_campaign
-from exitwave.simulate.cluster import InlineCluster
+from exitwave.simulate.cluster import InlineCluster, make_cluster
 from exitwave.simulate.state import campaign_failures, campaign_status
 
 QUICK: dict[str, Any] = {"simulator": "weak-phase"}
@@ -109,3 +111,23 @@ def test_what_does_not_fit_on_the_disk_is_told_before(tmp_path: Path) -> None:
     assert disk_shortage(made, tmp_path / "not" / "yet") is None
     huge = type(made)(**{**made.__dict__, "bytes": 10**18})
     assert "1000 TB" in (disk_shortage(huge, tmp_path) or "") or "1e+06 TB" in (disk_shortage(huge, tmp_path) or "")
+
+
+def test_a_scheduler_that_does_not_answer_leaves_no_data_set(tmp_path: Path) -> None:
+    made = plan(**QUICK)
+    dataset = tmp_path / "d"
+    with pytest.raises(UsageError, match="no scheduler answers"):
+        run_campaign(made, dataset, make_cluster("tcp://127.0.0.1:9"))
+    assert [p.name for p in dataset.iterdir() if p.name not in ("lease", ".lease.lock", "wisdom")] == []
+    assert run(made, dataset).committed == 6
+
+
+def test_what_is_committed_needs_no_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(**QUICK)
+    run(made, tmp_path / "d")
+    free = 10**9
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    held = sum(shard.nbytes for shard in load_manifest(tmp_path / "d").shards)
+    tight = type(made)(**{**made.__dict__, "bytes": free + held // 2})
+    assert disk_shortage(tight, tmp_path / "new") is not None
+    assert disk_shortage(tight, tmp_path / "d") is None

@@ -221,7 +221,7 @@ def test_what_a_client_sends_does_not_hold_the_secret() -> None:
         def listen() -> None:
             sock, _ = listener.accept()
             with sock:
-                sock.sendall(b"EXWP1" + bytes(32))
+                sock.sendall(b"EXWP2" + bytes(32))
                 heard.extend(sock.recv(1024))
                 sock.sendall(bytes(32))
 

@@ -123,4 +123,4 @@ def test_calibration_measures_whole_passes() -> None:
         base_dir=DATA,
     )
     measured = calibrate(made, budget_s=0.0)
-    assert measured.measured_samples == 2 and measured.core_seconds > 0
+    assert measured.measured_samples in (2, 4, 6) and measured.core_seconds > 0

@@ -118,6 +118,19 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "module:function or the name of an entry point" in refusal(tmp_path, GOOD, "../sim:simulate")
 
 
+def test_modules_that_have_no_file(tmp_path: Path) -> None:
+    assert "TypeError" in refusal(tmp_path, GOOD, "time:sleep")
+    assert "time has no 'sleeep'" in refusal(tmp_path, GOOD, "time:sleeep")
+
+
+def test_any_order_of_memory_and_of_bytes_is_stored_as_the_same_values(tmp_path: Path) -> None:
+    array = "np.asfortranarray(np.arange(6, dtype='>f4').reshape(2, 3))"
+    made = plan(tmp_path, PLAIN + f"{{'f': {array}, 's': np.arange(10)[::2]}}")
+    run_campaign(made, tmp_path / "data", make_cluster("inline"))
+    sample = open_dataset(tmp_path / "data")[3]
+    assert sample["f"].tolist() == [[0, 1, 2], [3, 4, 5]] and sample["s"].tolist() == [0, 2, 4, 6, 8]
+
+
 def test_an_entry_point_is_the_function_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "own_plate_test.py").write_text(GOOD)
@@ -165,6 +178,22 @@ def test_one_bad_sample_fails_its_shard_alone_and_tells_its_values(tmp_path: Pat
     assert (result.committed, result.failed) == (2, 1)
     (failure,) = campaign_failures(tmp_path / "data")
     assert "a_K=5, seed=" in failure["why"] and "ValueError: too hot (sim.py, line 7)" in failure["why"]
+
+
+def test_an_exception_of_the_script_does_not_travel(tmp_path: Path) -> None:
+    """A worker's exception is unpickled where the script was never run, with its cause and context."""
+    source = "class Odd(Exception):\n    def __init__(self, a, b): super().__init__('odd')\n"
+    (tmp_path / "sim.py").write_text(source + "def simulate(parameters): raise Odd(1, 2)")
+    with pytest.raises(UsageError, match=r"a_K=.*: Odd: odd \(sim.py, line 3\)") as caught:
+        plan(tmp_path, (tmp_path / "sim.py").read_text())
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
+
+
+def test_only_a_full_disk_and_lack_of_memory_pass_as_they_are(tmp_path: Path) -> None:
+    assert "FileNotFoundError" in refusal(tmp_path, "def simulate(parameters): open('/nowhere/at/all')")
+    assert "more memory than there is" in refusal(tmp_path, "def simulate(parameters): raise MemoryError('8 TB')")
+    with pytest.raises(OSError, match="No space left"):
+        plan(tmp_path, "import os\ndef simulate(parameters): raise OSError(28, os.strerror(28))")
 
 
 def test_draws_belong_to_the_sample_alone(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +13,23 @@ import h5py
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from views_data import FIELDS, make_views_dataset, tree
+from views_data import FIELDS, make_views_dataset, tree, write_task
 
 from exitwave.ingest import building, load_manifest, open_dataset, verify_dataset
 from exitwave.ingest.building import build_beside, refuse_existing
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.exporting import ExportSpec, export_samples
+from exitwave.ingest.foreign import open_foreign
 from exitwave.ingest.foreign_ingest import ingest_files
 from exitwave.ingest.foreign_map import MapSpec
+from exitwave.ingest.manifest import ManifestWriter, create_dataset
 from exitwave.ingest.merge import merge_datasets
+from exitwave.ingest.migrate import migrate_dataset
 from exitwave.ingest.schema import PARAMS_DTYPE, STANDARD_FIELDS
 from exitwave.ingest.subset import subset_dataset
 from exitwave.workflows.inspecting import structure_rows
 
+OLD = Path(__file__).resolve().parents[1] / "data" / "dataset-version-1"
 AXES = ["sample", "Ry", "Rx", "Qy", "Qx"]
 
 
@@ -203,3 +209,57 @@ def test_texts_beyond_ascii(tmp_path: Path) -> None:
     pytest.importorskip("xarray")
     assert open_dataset(tmp_path / "e").to_xarray()["operator"].values.tolist() == ["Jörg"] * 3
     assert tree(tmp_path / "e")
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """This process may open twelve files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(p.name) for p in Path("/proc/self/fd").iterdir()) + 1
+    yield resource.setrlimit(resource.RLIMIT_NOFILE, (used + 12, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_shards_than_files_may_be_open(tmp_path: Path, few_files: None) -> None:
+    data = open_dataset(make_views_dataset(tmp_path / "d", "t" * 40, n=1))
+    assert len(data.params) == 40
+    assert data.read(range(40), ["cbed"])["uid"].tolist() == data.uids.tolist()
+
+
+def rebuilt(root: Path, *, reverse: bool) -> Path:
+    """The data set of version 1 with its shards committed in another order."""
+    before = load_manifest(OLD)
+    create_dataset(root, before.header)
+    shutil.copytree(OLD / "shards", root / "shards", dirs_exist_ok=True)
+    with ManifestWriter(root, epoch=1) as writer:
+        for shard in sorted(before.shards, key=lambda s: s.seq, reverse=reverse):
+            writer.commit(shard, split=shard.split, producer=shard.producer, generation=shard.generation)
+    return root
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_migrating_keeps_the_order_of_arrival(tmp_path: Path, reverse: bool) -> None:
+    root = rebuilt(tmp_path / "d", reverse=reverse)
+    arrived = [s.shard_id for s in sorted(load_manifest(root).shards, key=lambda s: s.seq)]
+    assert migrate_dataset(root).version_before == 1 and len(arrived) > 1
+    assert [s.shard_id for s in sorted(load_manifest(root).shards, key=lambda s: s.seq)] == arrived
+
+
+def test_shards_of_two_versions_do_not_come_together(tmp_path: Path) -> None:
+    root = rebuilt(tmp_path / "d", reverse=False)
+    fields = load_manifest(root).header.fields
+    with ManifestWriter(root, epoch=1) as writer, pytest.raises(UsageError, match="exitwave migrate"):
+        writer.commit(write_task(root, 200, fields=fields), split="train", producer={})
+    assert verify_dataset(root).ok
+
+
+def test_odd_things_in_a_foreign_file(tmp_path: Path) -> None:
+    with h5py.File(foreign(tmp_path / "a.h5"), "r+") as file:
+        file["c"].attrs["bytes"] = b"\xff\xfe"
+        file["loop"], file["empty"] = h5py.SoftLink("/loop"), h5py.Empty("f4")
+    with open_foreign(tmp_path / "a.h5") as opened:
+        assert str(opened.attributes("/c")["bytes"]).encode()
+        with pytest.raises(UsageError, match="there is no /loop in it"):
+            opened.array("/loop")
+        with pytest.raises(UsageError, match="without any elements"):
+            opened.array("/empty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from line import write_pipeline
 
@@ -150,7 +152,7 @@ def test_json_is_strict() -> None:
 
 
 def test_templates_are_valid_and_the_example_is_the_template(tmp_path: Path) -> None:
-    assert {"quickstart", "reconstruct", "classify", "regress", "seed-small"} <= set(template_names())
+    assert {"quickstart", "reconstruct", "classify", "regress", "volume", "seed-small"} <= set(template_names())
     assert template_names()[0] == "quickstart"
     assert template_text("quickstart") == (ROOT / "examples" / "quickstart.yaml").read_text()
     for name in template_names():
@@ -171,6 +173,42 @@ def test_every_template_can_be_planned(tmp_path: Path) -> None:
         assert plan.by_split()["train"] > plan.by_split()["test"] > 0, name
         assert plan.rejected_samples <= 0.02 * plan.n_samples, (name, lost)
         assert len({r.source for r in lost}) <= 0.15 * len(plan.structures), (name, lost)
+
+
+# What makes a campaign's cheapest shard small enough to be simulated here.
+_TINY = {
+    "classify": ["samples_per_structure=4", "samples_per_shard=4"],
+    "regress": ["samples_per_structure=8", "samples_per_shard=8", "scan.shape=[2,2]", "scan.step_A=0.96"],
+    "volume": ["samples_per_structure=4", "samples_per_shard=4", "scan.shape=[2,2]", "scan.step_A=3.2"],
+    "seed-small": ["samples_per_structure=2", "samples_per_shard=2", "scan.shape=[1,1]", "scan.step_A=25"],
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["quickstart", "reconstruct", "classify", "regress", "volume", pytest.param("seed-small", marks=pytest.mark.long)],
+)
+def test_every_template_can_be_simulated(name: str, tmp_path: Path) -> None:
+    """init, then a plan and a campaign of the same file with the sizes set down: its cheapest shard."""
+    from exitwave.ingest import open_dataset
+    from exitwave.simulate.campaign import run_campaign
+    from exitwave.simulate.cluster import InlineCluster
+    from exitwave.workflows.campaigns import read_campaign
+
+    write_template(name, tmp_path / "c.yaml")
+    prefix = "" if name in _TINY else "campaign."
+    sizes = _TINY.get(name, ["samples_per_structure=1", "scan.shape=[2,2]"])
+    plan = read_campaign(tmp_path / "c.yaml", [prefix + text for text in sizes]).plan
+    cheapest = sorted(plan.tasks, key=lambda task: task.estimated_seconds())[:1]
+    few = dataclasses.replace(plan, tasks=tuple(cheapest))
+    result = run_campaign(few, tmp_path / "d", InlineCluster())
+    assert (result.failed, result.samples) == (0, few.n_samples)
+    data = open_dataset(tmp_path / "d")
+    for name_, shape in ((f.name, f.shape) for f in plan.fields):
+        values = data[0][name_]
+        assert values.shape == shape and np.isfinite(values).all() and (name_ == "focus_A" or values.any())
+    if name == "volume":
+        assert data[0]["volume"].sum(axis=0) == pytest.approx(data[0]["potential"], abs=1e-3)
 
 
 def test_the_quickstart_is_what_was_promised() -> None:

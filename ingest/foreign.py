@@ -78,7 +78,9 @@ class ForeignFile:
     def array(self, path: str) -> ForeignArray:
         """The array at `path`; UsageError naming what there is when it is no array."""
         node = self._at(path)
-        if not hasattr(node, "shape") or node.shape is None:
+        if getattr(node, "shape", ()) is None:
+            raise UsageError(f"{self.path}: {path} is an array without any elements.")
+        if not hasattr(node, "shape"):
             inside = ", ".join(f"{path.rstrip('/')}/{name}" for name in list(node)[:8]) or "nothing"
             raise UsageError(f"{self.path}: {path} is a group, expected an array; in it: {inside}.")
         return ForeignArray(
@@ -136,7 +138,7 @@ class ForeignFile:
         path = self._one_of(path) if "*" in path else path
         try:
             return self._node(path)
-        except KeyError:
+        except (KeyError, RuntimeError):  # RuntimeError: links that lead in a circle
             paths = list(self._paths())
             near = [p for p in paths if p.rpartition("/")[2] == path.rpartition("/")[2]] or paths
             more = f" and {len(near) - 12} more" if len(near) > 12 else ""
@@ -158,6 +160,8 @@ def plain_value(value: Any) -> Any:
     """Texts for bytes, Python numbers for NumPy's, lists for arrays of at most 64 elements."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
+    if isinstance(value, str):  # bytes that are no UTF-8 come as surrogates
+        return value.encode(errors="surrogateescape").decode(errors="replace")
     if isinstance(value, np.ndarray) and value.dtype.kind in "SO":
         value = np.array([v.decode(errors="replace") if isinstance(v, bytes) else v for v in value.ravel()], object)
         return value[0] if value.size == 1 else value.tolist()

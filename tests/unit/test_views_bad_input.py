@@ -19,6 +19,7 @@ from exitwave.ingest import building, load_manifest, open_dataset, verify_datase
 from exitwave.ingest.building import build_beside, refuse_existing
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.exporting import ExportSpec, export_samples
+from exitwave.ingest.foreign import open_foreign
 from exitwave.ingest.foreign_ingest import ingest_files
 from exitwave.ingest.foreign_map import MapSpec
 from exitwave.ingest.manifest import ManifestWriter, create_dataset
@@ -250,3 +251,15 @@ def test_shards_of_two_versions_do_not_come_together(tmp_path: Path) -> None:
     with ManifestWriter(root, epoch=1) as writer, pytest.raises(UsageError, match="exitwave migrate"):
         writer.commit(write_task(root, 200, fields=fields), split="train", producer={})
     assert verify_dataset(root).ok
+
+
+def test_odd_things_in_a_foreign_file(tmp_path: Path) -> None:
+    with h5py.File(foreign(tmp_path / "a.h5"), "r+") as file:
+        file["c"].attrs["bytes"] = b"\xff\xfe"
+        file["loop"], file["empty"] = h5py.SoftLink("/loop"), h5py.Empty("f4")
+    with open_foreign(tmp_path / "a.h5") as opened:
+        assert str(opened.attributes("/c")["bytes"]).encode()
+        with pytest.raises(UsageError, match="there is no /loop in it"):
+            opened.array("/loop")
+        with pytest.raises(UsageError, match="without any elements"):
+            opened.array("/empty")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
 import pickle
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from exitwave.ingest.errors import ExitwaveError, UsageError
 from exitwave.train import GroupedAllreduce
-from exitwave.train.allreduce import MismatchError, StallError
+from exitwave.train.allreduce import MismatchError, StallError, pump, stall
 
 OVERLAPS = ("backward", "step")
 
@@ -322,9 +321,14 @@ def a_forked_child_ends_without_a_word(rank: int, size: int) -> None:
     train(engine, optimizer)
     if rank == 0:
         child = os.fork()
-        if child == 0:
-            atexit._run_exitfuncs()
-            os._exit(0)
+        if child == 0:  # as at its exit, without what others registered
+            code = 1
+            try:
+                stall._close_all()
+                pump._close_all()
+                code = 0
+            finally:
+                os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
     dist.barrier()
     if rank == 0:

@@ -1,10 +1,10 @@
 """`exitwave bench simulate`: whole campaigns beside the script that one would write with abTEM, Dask and h5py.
 
 Both do the same samples with as many single-threaded workers: ours through plan, Dask, HDF5, checksums and manifest,
-theirs as benchmarks/abtem_dask_script.py. Campaigns last for hours, so that steady states are compared, in samples per
-core-hour: on either side after each worker has once compiled, planned its transforms and built a potential. What that
-took stands beside it. The campaigns are small parts of the real ones and say so. Before anything is timed, patterns
-of one sample must agree.
+theirs as benchmarks/peers/abtem_dask_script.py. Campaigns last for hours, so that steady states are compared, in
+samples per core-hour: on either side after each worker has once compiled, planned its transforms and built a
+potential. What that took stands beside it. The campaigns are small parts of the real ones and say so. Before anything
+is timed, patterns of one sample must agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from exitwave.simulate.tasks import SampleSpec
 __all__ = ["bench_campaigns", "reference_campaign", "small_angle_campaign"]
 
 _AGREE = 5e-5
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "abtem_dask_script.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "peers" / "abtem_dask_script.py"
 
 
 def reference_campaign(*, structures: int = 1, samples: int = 6) -> CampaignSpec:

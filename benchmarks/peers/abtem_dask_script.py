@@ -1,6 +1,6 @@
 """What one would write without exitwave: abTEM, Dask and h5py, a task for each sample.
 
-    python benchmarks/abtem_dask_script.py jobs.json out.h5 --workers 1
+    python benchmarks/peers/abtem_dask_script.py jobs.json out.h5 --workers 1
 
 Each worker has one thread, builds a structure's potential once, and calls abTEM eagerly with its own defaults
 otherwise; the patterns come back to this process, which writes them to one HDF5 file. A job is what one sample needs:

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.mixing import GOLDEN, mix64
+
 __all__ = ["ORDER_VERSION", "batch_bounds", "derived_seed", "partition", "permute"]
 
 ORDER_VERSION = 1
 
 _SORTED_UP_TO = 2048
 _ROUNDS = 6
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 Array = np.ndarray[Any, Any]
 
@@ -35,21 +35,17 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> np.uint64(31))
 
 
-def _mix_int(x: int) -> int:
-    return int(_mix(np.array([x & _MASK64], dtype=np.uint64))[0])
-
-
 def _key(seed: int, epoch: int, generation: int) -> int:
     """One 64-bit key of the three numbers; each enters through a mixing: (1, 0) is not like (0, 1)."""
     key = 0
     for number in (seed, epoch, generation):
-        key = _mix_int(key + _GOLDEN + _mix_int(number + _GOLDEN))
+        key = mix64(key + GOLDEN + mix64(number + GOLDEN))
     return key
 
 
 def derived_seed(seed: int, epoch: int, generation: int, purpose: int) -> int:
     """A seed for another permutation of the same epoch, not like that of the samples nor of another purpose."""
-    return _mix_int(_key(seed, epoch, generation) + _GOLDEN * purpose)
+    return mix64(_key(seed, epoch, generation) + GOLDEN * purpose)
 
 
 def permute(positions: Array, n: int, *, seed: int, epoch: int, generation: int = 0) -> Array:
@@ -59,7 +55,7 @@ def permute(positions: Array, n: int, *, seed: int, epoch: int, generation: int 
         raise ValueError(f"positions {at.min()}..{at.max()}, expected 0..{n - 1}")
     key = _key(seed, epoch, generation)
     if n <= _SORTED_UP_TO:
-        keys = _mix(np.arange(n, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key))
+        keys = _mix(np.arange(n, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key))
         return np.argsort(keys, kind="stable")[at]
     half = -(-(n - 1).bit_length() // 2)  # the domain 2^(2·half) holds fewer than 4n: 4 walks at most on average
     flat = at.reshape(-1).astype(np.uint64)
@@ -74,7 +70,7 @@ def _feistel(x: Array, half: int, key: int) -> Array:
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = x >> shift, x & mask
     for i in range(_ROUNDS):
-        round_key = np.uint64(_mix_int(key + (i + 1) * _GOLDEN))
+        round_key = np.uint64(mix64(key + (i + 1) * GOLDEN))
         left, right = right, left ^ (_mix(right + round_key) & mask)
     return (left << shift) | right
 

@@ -14,19 +14,9 @@ from __future__ import annotations
 from collections import Counter
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.mixing import GOLDEN, mix64
 
 __all__ = ["Reservoir"]
-
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _mix(x: int) -> int:
-    """SplitMix64's finaliser, as in `order`, on one number."""
-    x &= _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
 
 
 class Reservoir:
@@ -39,7 +29,7 @@ class Reservoir:
             )
         self.capacity = capacity
         self.watermark = watermark
-        self._key = _mix(seed + _GOLDEN)
+        self._key = mix64(seed + GOLDEN)
         self._choices = 0
         self.items: list[int] = []
         self._uses: list[int] = []  # of the item in each slot
@@ -49,7 +39,7 @@ class Reservoir:
 
     def _choose(self, n: int) -> int:
         self._choices += 1
-        return _mix(self._key + self._choices * _GOLDEN) % n
+        return mix64(self._key + self._choices * GOLDEN) % n
 
     def offer(self, item: int) -> bool:
         """Takes an item in; False when it must wait, since all that is here has yet to be seen."""

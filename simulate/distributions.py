@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
 
+from exitwave.ingest.mixing import GOLDEN, MASK64, mix64
 from exitwave.ingest.strict_model import StrictModel
 
 __all__ = [
@@ -31,8 +32,6 @@ __all__ = [
     "uniform_stream",
 ]
 
-_MASK = (1 << 64) - 1
-
 
 def uniform_stream(seed: int, structure_key: str, sample: int, name: str) -> Iterator[float]:
     """Endless numbers in [0, 1), keyed by (seed, structure, sample, name); 53 bits each.
@@ -42,12 +41,8 @@ def uniform_stream(seed: int, structure_key: str, sample: int, name: str) -> Ite
     words = f"{seed}\x00{structure_key}\x00{sample}\x00{name}".encode()
     state = int.from_bytes(hashlib.blake2b(words, digest_size=8, person=b"exitwave-draw-1").digest(), "little")
     while True:
-        state = (state + 0x9E3779B97F4A7C15) & _MASK
-        z = state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        z ^= z >> 31
-        yield (z >> 11) * 2.0**-53
+        state = (state + GOLDEN) & MASK64
+        yield (mix64(state) >> 11) * 2.0**-53
 
 
 class Choice(StrictModel):

@@ -22,12 +22,12 @@ from exitwave.simulate.distributions import bounds
 from exitwave.simulate.scanning import probe_count
 from exitwave.simulate.tasks import SampleSpec
 
-__all__ = ["PassCost", "beam_count", "pass_cost", "route", "settings_per_pass", "window_points"]
+__all__ = ["MATRIX_BYTES", "PassCost", "beam_count", "pass_cost", "route", "settings_per_pass", "window_points"]
 
 _SLICE, _SLICE_GROWTH = 4.0e-9, 0.06  # at 128 squared, and by which power of the number of points it grows beyond
 _PRODUCT, _DETECT, _INTENSITY = 0.094e-9, 0.09e-9, 2.0e-9
-# A matrix larger than this would be made in several passes.
-_MOST_BYTES = 512 * 2**20
+# Of a scattering matrix that is held at a time: a larger one is made in several passes.
+MATRIX_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +84,12 @@ def pass_cost(spec: SampleSpec, *, slices: float | None = None) -> PassCost:
     detected = _DETECT * qy * nx * (2.0 / 3.0 * ny + qx) + _INTENSITY * 2.0 / 3.0 * points
     reduced = rows * columns * (_PRODUCT * beams + _INTENSITY + _DETECT * (qx + qy * qx / columns))
     matrix_bytes = 8.0 * planes * beams * rows * columns
-    repeats = max(1.0, matrix_bytes / _MOST_BYTES)
+    repeats = max(1.0, matrix_bytes / MATRIX_BYTES)
     return PassCost(
         fast=settings * probes * through + seen * detected,
         smatrix=beams * through * repeats + seen * reduced,
         samples=planes * settings,
-        matrix_bytes=min(matrix_bytes, _MOST_BYTES),
+        matrix_bytes=min(matrix_bytes, MATRIX_BYTES),
     )
 
 

@@ -28,13 +28,12 @@ from exitwave.simulate.abtem_backend import Slices
 from exitwave.simulate.detector import Resampling
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.propagation import KeptRows, kept_rows, scales
-from exitwave.simulate.route import route
+from exitwave.simulate.route import MATRIX_BYTES, route
 from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
 
-__all__ = ["MATRIX_BYTES", "AutoSimulator", "SMatrixSimulator", "beams_of"]
+__all__ = ["AutoSimulator", "SMatrixSimulator", "beams_of"]
 
-MATRIX_BYTES = 512 * 2**20  # of a scattering matrix that is held at a time
 _TILE_POINTS = 4096  # of the detector's window in one product
 _MOST_POSITIONS = 64  # in one product
 

@@ -7,15 +7,12 @@ test of its own.
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rank_checks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -317,46 +314,15 @@ CHECKS: list[Callable[[int, int], None]] = [
 ]
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    results = {}
-    for check in CHECKS:
-        try:
-            check(rank, size)
-            results[check.__name__] = "passed"
-        except BaseException:
-            results[check.__name__] = traceback.format_exc()
-        (folder / f"{rank}.json").write_text(json.dumps(results))
-        if results[check.__name__] != "passed":
-            os._exit(1)  # the ranks are out of step from here on
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request, tmp_path_factory) -> list[dict[str, str]]:
-    size: int = request.param
-    folder = tmp_path_factory.mktemp(f"ranks{size}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    ran = subprocess.run(
-        [*command, __file__, str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    files = [folder / f"{rank}.json" for rank in range(size)]
-    assert all(f.exists() for f in files), ran.stderr[-3000:]
-    rows = [json.loads(f.read_text()) for f in files]
-    return [{**row, "stderr": ran.stderr[-2000:]} for row in rows]
+    return rank_checks.launch(__file__, request.param, tmp_path_factory.mktemp(f"ranks{request.param}"))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_ranks(results, check):
-    for rank, row in enumerate(results):
-        said = row.get(check.__name__, f"did not run: an earlier check failed\n{row['stderr']}")
-        assert said == "passed", f"rank {rank}: {said}"
+    rank_checks.expect_passed(results, check)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    rank_checks.run_here(CHECKS, Path(sys.argv[1]))

@@ -118,6 +118,10 @@ class CachePlanner:
         """Bytes of all that is reserved, copied or kept."""
         return self._used
 
+    @property
+    def copies_in_flight(self) -> int:
+        return self._flying
+
     def next_use(self, shard_id: str) -> float:
         """The place of the shard in the order of need, infinity when it is not in it."""
         return self._need.get(shard_id, math.inf)

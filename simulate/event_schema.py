@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -266,14 +266,17 @@ class TrainEnded(Event):
     step: int = 0
 
 
-@cache
-def _by_kind() -> dict[str, type[Event]]:
-    return {kind: record for record in Event.__subclasses__() for kind in record.kinds}
+_Reader = tuple[type[Event], tuple[tuple[str, Callable[[Any], Any]], ...]]
 
 
 @cache
-def _readers(record: type[Event]) -> tuple[tuple[str, Any], ...]:
-    """Each field's name and the function that makes its value; the annotations are strings here."""
+def _by_kind() -> dict[str, _Reader]:
+    """For each kind its record, and each field's name with the function that makes its value."""
+    return {kind: (record, _readers(record)) for record in Event.__subclasses__() for kind in record.kinds}
+
+
+def _readers(record: type[Event]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    """The annotations are strings here."""
     make: dict[str, Any] = {"int": _whole, "float": _number, "str": str, "bool": bool, "tuple[str, ...]": _strings}
     return tuple((f.name, make[str(f.type)]) for f in dataclasses.fields(record))
 
@@ -284,7 +287,7 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+    return float(value)
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -293,11 +296,12 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 def parse(line: Mapping[str, Any]) -> Event | None:
     """The record of one line of events.jsonl, or None where its kind is none of those above."""
-    record = _by_kind().get(str(line.get("kind")))
-    if record is None:
+    found = _by_kind().get(str(line.get("kind")))
+    if found is None:
         return None
+    record, readers = found
     values: dict[str, Any] = {}
-    for name, make in _readers(record):
+    for name, make in readers:
         if line.get(name) is None:
             continue
         try:

@@ -29,24 +29,30 @@ from exitwave.simulate.worker import prepare_worker
 
 __all__ = ["Cluster", "Outcome", "make_cluster"]
 
-Kind = Literal["ok", "error", "memory", "timeout", "killed", "disk-full"]
+Kind = Literal["ok", "error", "memory", "timeout", "killed", "lost", "disk-full"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a task ended. `result` where it is ok; otherwise `error`, one line for people."""
+    """How a task ended. `result` where it is ok; otherwise `error`, one line for people, and `host` where known.
+
+    `killed`: the worker that ran it is gone, perhaps through the task's own fault. `lost`: the scheduler or the
+    connection to it is gone, and the task is not to blame.
+    """
 
     key: str
     kind: Kind
     result: Any = None
     error: str = ""
+    host: str = ""
 
 
 class Cluster(Protocol):
     """`submit` never blocks; `wait` gives what has ended, at least one outcome unless `timeout_s` passes first.
 
     `drop_waiting` forgets the tasks that no worker has begun and returns their keys; `restart` forgets all of them and
-    starts the workers anew.
+    starts the workers anew. Where a scheduler is lost, `wait` gives every task back as `lost`; the cluster then finds
+    the scheduler again within `wait` or `submit` (and prepares its workers anew), or raises InterruptedRunError.
     """
 
     name: str
@@ -103,8 +109,10 @@ def classify(error: BaseException) -> Kind:
             return "disk-full"
         if isinstance(chain, OSError) and chain.errno in (errno.ENOSPC, errno.EDQUOT):
             return "disk-full"
-        if type(chain).__name__ in ("KilledWorker", "CancelledError", "FutureCancelledError", "CommClosedError"):
+        if type(chain).__name__ == "KilledWorker":
             return "killed"
+        if type(chain).__name__ in ("CancelledError", "FutureCancelledError", "CommClosedError"):
+            return "lost"
         chain = chain.__cause__ or chain.__context__
     return "error"
 
@@ -202,7 +210,7 @@ class _DaskCluster:
         future = self._futures.pop(key)
         try:
             if future.cancelled():
-                return Outcome(key=key, kind="killed", error="the scheduler lost the task")
+                return Outcome(key=key, kind="lost", error="the scheduler lost the task")
             error = future.exception()
             if error is None:
                 return Outcome(key=key, kind="ok", result=future.result())

@@ -341,7 +341,7 @@ class _Run:
         )
 
     def _failed(self, task: CampaignTask, outcome: Outcome, seconds: float) -> None:
-        final = self.tries[task.task_id] >= MAX_ATTEMPTS.get(outcome.kind, 1)
+        final = self.tries[task.task_id] >= MAX_ATTEMPTS.get(outcome.kind, 1) and outcome.kind != "lost"
         self.log.emit(
             "task_failed",
             task=task.task_id,

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +40,10 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     yield made
     made.close()
     others.close()
+
+
+# Workers import these by the name of this module, which pytest knows under another one.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 def double(value: Any) -> Any:

@@ -38,7 +38,12 @@ class DaskProcesses:
                 [sys.executable, "-m", *command, *self.tls],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0", **(environment or {})},
+                env={
+                    **os.environ,
+                    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
+                    "PYTHONPATH": os.pathsep.join(sys.path),  # functions of a test are imported by name
+                    **(environment or {}),
+                },
                 start_new_session=True,
             )
 

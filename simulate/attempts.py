@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
-__all__ = ["CLASSES", "FailureClass", "Failure", "History", "fold", "is_final", "overdue_s", "replay_histories"]
+__all__ = ["CLASSES", "Failure", "FailureClass", "History", "fold", "is_final", "overdue_s", "replay_histories"]
 
 FailureClass = Literal["error", "memory", "timeout", "killed"]
 CLASSES: tuple[FailureClass, ...] = get_args(FailureClass)
@@ -115,7 +115,7 @@ def failure_of(event: Mapping[str, Any]) -> Failure:
     """The failure that a `task_failed` event tells of."""
     state = str(event.get("state", "error"))
     return Failure(
-        state=cast(FailureClass, state) if state in CLASSES else "error",
+        state=state if state in CLASSES else "error",
         why=str(event.get("why", "")),
         host=str(event.get("host", "")),
         seconds=float(event.get("seconds", 0.0)),

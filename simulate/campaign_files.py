@@ -118,7 +118,7 @@ def plan_rows(plan: CampaignPlan) -> list[dict[str, Any]]:
 
 def take_back(dataset: Path) -> None:
     """What `_lay_out` made of a folder that was no data set; the manifest first, so that it is none again."""
-    for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME):
+    for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME, STATE_DB_NAME):
         (dataset / name).unlink(missing_ok=True)
     for folder in (dataset / "shards" / ".part", dataset / "shards"):
         with contextlib.suppress(OSError):
@@ -138,10 +138,10 @@ def refuse_other_campaign(plan: CampaignPlan, dataset: Path) -> None:
         return
     try:
         there = json.loads((dataset / CAMPAIGN_NAME).read_text())
-        differences = list(differences(there, json.loads(_resolved(plan))))
+        rows = differences(there, json.loads(_resolved(plan)))
     except (OSError, ValueError):
-        differences = [f"its {CAMPAIGN_NAME} cannot be read"]
-    told = "; ".join(differences[:8]) or "the content of a structure's file or of a simulator has changed"
+        rows = [f"its {CAMPAIGN_NAME} cannot be read"]
+    told = "; ".join(rows[:8]) or "the content of a structure's file or of a simulator has changed"
     raise UsageError(
         f"{dataset} holds another campaign ({found[:12]}, this one is {plan.campaign_hash[:12]}): {told}. "
         "Choose another folder, or give back the old configuration."
@@ -171,5 +171,3 @@ def size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1000
     return f"{count:.4g} TB"
-
-

@@ -88,9 +88,7 @@ class CampaignLoop:
         self.bytes = sum(committed.get(t.shard_id, 0) for t in self.done)
         events = read_events(dataset / EVENTS_NAME)
         histories = replay_histories(events)
-        self.index = StateIndex(
-            dataset, plan.campaign_hash, replay(plan_rows(plan), committed, events, alive=False)
-        )
+        self.index = StateIndex(dataset, plan.campaign_hash, replay(plan_rows(plan), committed, events, alive=False))
         log.listeners.append(self.index.feed)
         self.attempts = sum(h.attempts for h in histories.values())
         left = [t for t in plan.tasks if t.shard_id not in committed]
@@ -192,9 +190,7 @@ class CampaignLoop:
     def _submit(self, task: CampaignTask) -> None:
         history = self._history(task).begun()
         self.histories[task.task_id] = history
-        self.log.emit(
-            "task_submitted", task=task.task_id, attempt=history.attempts, samples=len(task.sample_indices)
-        )
+        self.log.emit("task_submitted", task=task.task_id, attempt=history.attempts, samples=len(task.sample_indices))
         self.running[task.task_id] = task
         folder = str(self.dataset.absolute())
         if self.cluster.name == "inline":
@@ -344,10 +340,8 @@ class CampaignLoop:
             self.running.pop(key, None)
 
     def _left(self) -> str:
-        left = len(self.plan.tasks) - len(self.done)
-        return (
-            f"{len(self.done)} of {len(self.plan.tasks)} shards are committed, {left} are left; the same command resumes"
-        )
+        done, planned = len(self.done), len(self.plan.tasks)
+        return f"{done} of {planned} shards are committed, {planned - done} are left; the same command resumes"
 
     def _stop_for_room(self, why: str) -> None:
         left = len(self.plan.tasks) - len(self.done)

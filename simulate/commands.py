@@ -61,10 +61,10 @@ def write_command(dataset: Path, verb: Verb, *, epoch: int = 0, states: Collecti
 def read_commands(dataset: Path) -> list[Command]:
     """What is asked for, oldest first. What is no request has no verb, and says why."""
     try:
-        names = sorted(n for n in os.listdir(dataset / COMMANDS_NAME) if n.endswith(".json") and n[0] != ".")
+        paths = sorted(p for p in (dataset / COMMANDS_NAME).iterdir() if p.suffix == ".json" and p.name[0] != ".")
     except OSError:
         return []
-    return [_read(dataset / COMMANDS_NAME / name) for name in names]
+    return [_read(path) for path in paths]
 
 
 def _read(path: Path) -> Command:

@@ -93,13 +93,12 @@ class Lease:
                 self._write()
         self._lock.release()
 
-
     def check(self) -> None:
         """InterruptedRunError where a later controller has taken the lease over: nothing may be committed then."""
         if (told := _told_epoch(self.root)) > self.epoch:
             raise InterruptedRunError(
-                f"{self.root}: another controller took over while this one (epoch {self.epoch}) was not heard of: epoch "
-                f"{told}, host {_read(self.root).get('host', 'unknown')}. This one stops; nothing is lost."
+                f"{self.root}: another controller took over while this one (epoch {self.epoch}) was not heard of: "
+                f"epoch {told}, host {_read(self.root).get('host', 'unknown')}. This one stops; nothing is lost."
             )
 
 

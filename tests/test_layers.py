@@ -22,8 +22,10 @@ MAY_IMPORT = {
 # third-party module -> the only files or folders that may import it
 ONLY_IN = {
     "abtem": ("simulate/abtem_backend.py",),
-    "dask": ("simulate/cluster.py",),
-    "distributed": ("simulate/cluster.py",),
+    "dask": ("simulate/cluster.py", "simulate/dashboard/"),
+    "distributed": ("simulate/cluster.py", "simulate/dashboard/"),
+    "bokeh": ("simulate/dashboard/",),
+    "prometheus_client": ("simulate/dashboard/",),
     "h5py": (
         "ingest/shard.py",
         "ingest/shard_reader.py",

@@ -41,8 +41,8 @@ CAMPAIGN_NAME = "campaign.yaml"
 EVENTS_NAME = "events.jsonl"
 
 # How often a task is tried within one run. An exception of a simulation is nearly always the same the next time; a
-# killed worker is nearly always an accident.
-MAX_ATTEMPTS: Mapping[str, int] = {"error": 2, "memory": 2, "timeout": 2, "killed": 3}
+# killed worker is nearly always an accident, and a lost one no fault of the task.
+MAX_ATTEMPTS: Mapping[str, int] = {"error": 2, "memory": 2, "timeout": 2, "killed": 3, "lost": 10}
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -320,7 +320,7 @@ class _Run:
         elif outcome.kind == "disk-full":
             self._stop_for_room(outcome.error)
         else:
-            self._failed(task, outcome, time.monotonic() - since)
+            self._failed(task, outcome, outcome.seconds or time.monotonic() - since)
 
     def _commit(self, task: CampaignTask, receipt: Mapping[str, Any]) -> None:
         published = PublishedShard.from_json(receipt["published"])
@@ -347,7 +347,7 @@ class _Run:
             task=task.task_id,
             state=outcome.kind,
             why=outcome.error,
-            host="",
+            host=outcome.host,
             attempt=self._attempt(task),
             seconds=round(seconds, 3),
             structures=list(task.sources),
@@ -362,12 +362,12 @@ class _Run:
         """The watchdog: nothing was heard for too long. The workers start anew, and what they held has timed out."""
         why = f"no task ended for {self.stall_s:.0f} s"
         outcomes = [Outcome(key=key, kind="timeout", error=why) for key in self.running]
-        self.cluster.restart()
+        self.cluster.cancel(begun=True)
         return outcomes
 
     def _drain(self) -> None:
         """Stop: forget what has not begun, await what has for a bounded time, commit it, and raise."""
-        for key in self.cluster.drop_waiting():
+        for key in self.cluster.cancel():
             self.running.pop(key, None)
         until = time.monotonic() + self.drain_s
         while self.running and time.monotonic() < until:
@@ -383,7 +383,7 @@ class _Run:
         left = len(self.plan.tasks) - len(self.done)
         needed = self.plan.bytes * left // len(self.plan.tasks)
         free = shutil.disk_usage(self.dataset).free
-        self.cluster.drop_waiting()
+        self.cluster.cancel()
         raise InterruptedRunError(
             f"the disk of {self.dataset} is full ({why}): {left} shards are left and need about {_size(needed)}, "
             f"{_size(free)} are free. Make room and give the same command again; it resumes"

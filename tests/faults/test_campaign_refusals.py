@@ -15,7 +15,8 @@ from sim_samples import plan
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.manifest import load_manifest
 from exitwave.simulate.campaign import disk_shortage, run_campaign
-from exitwave.simulate.cluster import InlineCluster, make_cluster
+from exitwave.simulate.cluster import make_cluster
+from exitwave.simulate.cluster_inline import InlineCluster
 from exitwave.simulate.state import campaign_failures, campaign_status
 
 QUICK: dict[str, Any] = {"simulator": "weak-phase"}
@@ -85,9 +86,9 @@ def test_a_silent_cluster_is_given_up_and_its_tasks_time_out(tmp_path: Path) -> 
         def wait(self, timeout_s: float) -> list[Any]:
             return []
 
-        def restart(self) -> None:
-            Silent.restarts += 1
-            super().restart()
+        def cancel(self, keys: Any = None, *, begun: bool = False) -> list[str]:
+            Silent.restarts += begun
+            return super().cancel(keys, begun=begun)
 
     made = plan(**QUICK)
     result = run_campaign(made, tmp_path / "d", Silent(), stall_s=0.01)

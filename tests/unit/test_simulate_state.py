@@ -11,7 +11,7 @@ from ingest_samples import make_dataset, write_shard
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.simulate.campaign import _differences
-from exitwave.simulate.cluster import classify
+from exitwave.simulate.cluster_outcome import classify
 from exitwave.simulate.lease import Lease
 from exitwave.simulate.state import campaign_status, replay
 

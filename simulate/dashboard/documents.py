@@ -50,7 +50,7 @@ def _asked(doc: Any) -> str | None:
 
 
 def _page(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
-    drawings = {
+    drawings: dict[str, Drawing] = {
         "progress": Progress(),
         "diffraction": PictureOf(0),
         "potential": PictureOf(1),

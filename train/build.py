@@ -118,6 +118,7 @@ def build(
         samples=len(dataset),
         batch=spec.batch,
         world_size=ranks.info.world_size,
+        mesh=f"{plan.size}x{ranks.info.world_size // plan.size}",
         parameters=count_parameters(module),
     )
     return training

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,28 @@ class Batch:
     weight: Tensor
     uids: tuple[int, ...]
 
-    def to(self, dtype: torch.dtype) -> Batch:
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
         """The same batch in another precision; itself where it has that already. Whole numbers stay what they are."""
-        target = self.target.to(dtype) if self.target.is_floating_point() else self.target
-        return replace(self, inputs=self.inputs.to(dtype), target=target, weight=self.weight.to(dtype))
+        target = self.target.to(device, dtype if self.target.is_floating_point() else None)
+        return replace(self, inputs=self.inputs.to(device, dtype), target=target, weight=self.weight.to(device, dtype))
+
+    def split(self, parts: int) -> list[Batch]:
+        """So many consecutive parts whose sizes differ by one at most, the empty ones left out."""
+        n = len(self.uids)
+        if parts <= 1:
+            return [self]
+        ends = [n * k // parts for k in range(parts + 1)]
+        return [
+            replace(
+                self,
+                inputs=self.inputs[a:b],
+                target=self.target[a:b],
+                weight=self.weight[a:b],
+                uids=self.uids[a:b],
+            )
+            for a, b in pairwise(ends)
+            if b > a
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,9 @@ def build(
     measured = ranks.from_first(lambda: task.measure(dataset))
     device = device_of(spec, ranks)
     module = task.make_model(measured).to(device, DTYPE[spec.precision])
-    flops, peak = _speed(spec, task, dataset, measured, module) if recorder is not None else (None, None)
+    flops = peak = None
+    if recorder is not None and type(plan) is DataPlan:  # one sample fits a rank's memory
+        flops, peak = _speed(spec, task, dataset, measured, module)
     module = parallel.parallelize(module, ranks)
     if spec.gradient_checkpointing:
         recompute_blocks(module)

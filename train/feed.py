@@ -21,7 +21,7 @@ __all__ = ["feeding"]
 def feeding(training: Training) -> Iterator[Iterator[Batch]]:
     """Yields the batches from the sampler's position on, without end, in the training's precision, on its device."""
     batches = _batches(training)
-    depth = 0 if training.spec.data.workers else training.spec.data.ahead
+    depth = 0 if training.spec.data.workers or not training.plan.reads_alone else training.spec.data.ahead
     if not depth:
         yield batches
         return
@@ -34,8 +34,8 @@ def feeding(training: Training) -> Iterator[Iterator[Batch]]:
 
 def _batches(training: Training) -> Iterator[Batch]:
     spec, sampler = training.spec, copy.copy(training.sampler)
-    source = training.plan.view(training.dataset)
     while True:
+        source = training.plan.view(training.dataset)
         prepare = training.task.prepare(training.measured, epoch=sampler.epoch)
         for batch in rank_batches(source, sampler, prepare, workers=spec.data.workers):
             yield batch.to(DTYPE[spec.precision], training.device)

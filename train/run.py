@@ -169,6 +169,10 @@ def saved_facts(run: Path) -> SavedFacts:
 def load_model(run: Path) -> TrainedModel:
     """The trained model of a run, in evaluation mode. Raises what `read_saved` raises."""
     content = read_saved(run)
+    if "mean_image_V" not in content:
+        raise UsageError(
+            f"{run}: expected a model from patterns to potentials, this one is of task {content.get('task', 'unknown')}"
+        )
     spec = TrainSpec.model_validate_json(content["spec"])
     preprocessing = Preprocessing.from_json(json.loads(content["preprocessing"]))
     module = make_model(spec, preprocessing)

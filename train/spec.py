@@ -81,6 +81,9 @@ class WindowSpec(StrictModel):
 class DataSpec(StrictModel):
     """What the network sees of a sample.
 
+    input, target: fields of other simulators' samples, to learn the one from the other (`train.fields`): all that
+        follows below, down to `augment`, is about diffraction patterns and has no meaning then.
+
     dose_e_per_pattern: mean counts per pattern of the Poisson noise; null for noise-free patterns.
     detector: what source, scan and detector do beside it, drawn by (epoch, uid).
     normalise: divide each sample by its detected sum (the incident beam is unknown in experiments), or not.
@@ -92,6 +95,8 @@ class DataSpec(StrictModel):
     window: shuffle through a moving window of shards, for a cache smaller than the data set; null mixes all samples.
     """
 
+    input: str | tuple[str, ...] | None = None
+    target: str | None = None
     dose_e_per_pattern: float | None = Field(default=1e4, gt=0)
     detector: DetectorOptions = DetectorOptions()
     normalise: Literal["detected-sum", "none"] = "detected-sum"
@@ -107,6 +112,12 @@ class DataSpec(StrictModel):
     window: WindowSpec | None = None
     workers: int = Field(default=0, ge=0, le=256, description="loader processes per rank; 0 reads in the rank itself")
     ahead: int = Field(default=2, ge=0, le=64, description="batches that a thread makes ready while a step runs")
+
+    @model_validator(mode="after")
+    def _input_with_target(self) -> DataSpec:
+        if (self.input is None) != (self.target is None):
+            raise ValueError("data.input and data.target belong together: name both fields, or neither")
+        return self
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -14,16 +14,17 @@ from exitwave.train.step import StepOutcome, take_step
 from exitwave.train.training import Training, exposed_s
 from exitwave.train.validation import validate
 
-__all__ = ["fit"]
+__all__ = ["fit", "take_steps"]
 
 
 def fit(training: Training, stop: Callable[[], bool]) -> None:
     """Trains to the end. InterruptedRunError, after a checkpoint, when `stop` is true on any rank."""
     with feeding(training) as batches:
-        _steps(training, batches, stop)
+        take_steps(training, batches, stop)
 
 
-def _steps(training: Training, batches: Iterator[Batch], stop: Callable[[], bool]) -> None:
+def take_steps(training: Training, batches: Iterator[Batch], stop: Callable[[], bool]) -> None:
+    """Steps on `batches` until the training is finished, with all that belongs to them."""
     spec, ranks = training.spec, training.ranks
     clock_s = ranks.agree(clock_s=training.clock_s()).clock_s
     while not training.finished(clock_s):

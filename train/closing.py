@@ -99,6 +99,8 @@ def finish(training: Training) -> TrainResult:
         seconds=training.clock_s(),
         parameters=result.parameters,
     )
+    if training.recorder is not None:
+        training.recorder.flush()
     return result
 
 

@@ -68,7 +68,7 @@ def _tensorboard(out: Path, configuration: Mapping[str, Any], step: int) -> Open
     from tensorboardX import SummaryWriter
 
     # what was written after the checkpoint is trained again: purge_step hides it
-    writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
+    writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None, flush_secs=10)
 
     def log(values: dict[str, float], at: int) -> None:
         for name, value in values.items():

@@ -161,7 +161,12 @@ def _run_ranks(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=child_environment(EXITWAVE_LAUNCHED="1", **({"RANK": "0", "WORLD_SIZE": "1"} if ranks == 1 else {})),
+            # what cuBLAS needs to add in the same order each time; nothing to a processor
+            env=child_environment(
+                EXITWAVE_LAUNCHED="1",
+                CUBLAS_WORKSPACE_CONFIG=":4096:8",
+                **({"RANK": "0", "WORLD_SIZE": "1"} if ranks == 1 else {}),
+            ),
         )
     kill = _killer(process)
     session.interrupts.last_words.append(kill)

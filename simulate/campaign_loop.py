@@ -197,7 +197,9 @@ class CampaignLoop:
         self.histories[task.task_id] = history
         self.log.emit("task_submitted", task=task.task_id, attempt=history.attempts, samples=len(task.sample_indices))
         self.running[task.task_id] = task
-        folder = str(self.dataset.absolute())
+        self._hand_over(task, str(self.dataset.absolute()))
+
+    def _hand_over(self, task: CampaignTask, folder: str) -> None:
         if self.cluster.name == "inline":
             self.cluster.submit(task.task_id, run_task, task, folder)
         else:
@@ -234,17 +236,21 @@ class CampaignLoop:
             why = f"{error} (its worker had just published it)"
             self._fail(task, Failure(state="error", why=why, host=producer["host"], seconds=receipt["seconds"]))
             return
+        self._note(task, receipt, shard_id=published.shard_id, n=published.n, nbytes=published.nbytes)
+
+    def _note(self, task: CampaignTask, receipt: Mapping[str, Any], *, shard_id: str, n: int, nbytes: int) -> None:
+        """It is committed: it counts, and is told."""
         self.done.append(task)
         history = self.histories.pop(task.task_id, History())
         self.log.emit(
             "shard_committed",
             task=task.task_id,
-            shard_id=published.shard_id,
-            n=published.n,
-            nbytes=published.nbytes,
+            shard_id=shard_id,
+            n=n,
+            nbytes=nbytes,
             seconds=receipt["seconds"],
             simulated_s=receipt.get("simulated_s", 0.0),
-            host=producer.get("host", ""),
+            host=receipt["producer"].get("host", ""),
             attempt=history.attempts,
             adopted=receipt["adopted"],
             committed=len(self.done),

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exitwave.ingest.files import part_path
 from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.simulate.counters import SNAPSHOT_VERSION, Counters
-from exitwave.simulate.pictures import Picture, newest_pictures
+
+if TYPE_CHECKING:
+    from exitwave.simulate.pictures import Picture
 
 __all__ = ["STATUS_NAME", "LiveStatus", "read_live"]
 
@@ -92,6 +94,8 @@ class LiveStatus:
             return
         self._pictured = (time.monotonic(), newest["shard_id"])
         with contextlib.suppress(Exception):  # the shard may be gone, or its fields no pictures
+            from exitwave.simulate.pictures import newest_pictures  # with HDF5, which readers of the status do not need
+
             self._pictures = newest_pictures(self._dataset, newest["shard_id"])
 
     def _work(self) -> None:

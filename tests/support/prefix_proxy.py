@@ -26,7 +26,8 @@ class PrefixProxy:
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         if not request.path.startswith(self.prefix + "/"):
-            self.missed.append(request.path)
+            if request.path != "/favicon.ico":
+                self.missed.append(request.path)
             return web.Response(status=404, text="outside the prefix")
         path = request.raw_path[len(self.prefix) :]
         if request.headers.get("Upgrade", "").lower() == "websocket":

@@ -178,8 +178,8 @@ def run_many(folder: Path, *, tasks: int, workers: int, every_s: float = 5.0, co
     processes = [scheduler]
     try:
         address = _address(file, scheduler)
-        options = (address, "--nthreads", "1", "--no-dashboard", "--local-directory", str(folder))
-        processes += [_start(folder, "distributed.cli.dask_worker", *options) for _ in range(workers)]
+        joined = (address, "--nthreads", "1", "--no-dashboard", "--local-directory", str(folder))
+        processes += [_start(folder, "distributed.cli.dask_worker", *joined) for _ in range(workers)]
         return _measure(folder / "data", address, scheduler.pid, tasks, every_s, commands)
     finally:
         for process in reversed(processes):

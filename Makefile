@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long lint format typecheck bench clean
+.PHONY: help install demo test test-long lint format typecheck docs bench clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -42,8 +42,11 @@ build/types/exitwave: ## (internal) lets mypy see the mapped packages as exitwav
 typecheck: $(STAMP) build/types/exitwave ## mypy --strict over the four packages
 	$(BIN)/mypy -p exitwave
 
+docs: $(STAMP) ## the documentation as a site, docs/_build/index.html; a dead link is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
 bench: $(STAMP) ## the benchmarks, peers beside ours in one run
 	@for each in benchmarks/*.py; do echo "# $$each" >&2; $(BIN)/python $$each || exit; done
 
 clean: ## remove build products (never .venv, never your runs)
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist docs/_build docs/reference/commands.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

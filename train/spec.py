@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from exitwave.ingest.strict_model import StrictModel
+from exitwave.train.series_spec import SeriesSpec
 
 __all__ = [
     "CheckpointSpec",
@@ -80,10 +81,10 @@ class DataSpec(StrictModel):
     dose_e_per_pattern: mean counts per pattern of the Poisson noise; null for noise-free patterns.
     detector: what source, scan and detector do beside it, drawn by (epoch, uid).
     normalise: divide each sample by its detected sum (the incident beam is unknown in experiments), or not.
-    transform: applied to the normalised patterns, scaled so that values are of order one.
+    transform: applied to the normalised patterns, scaled so that values are of order one; zscore acts on each pattern.
     detector_bin: the detector is summed down to this many pixels each way; null keeps it.
     physics: images derived from the same noisy patterns, added as channels: the centre of mass and its integral.
-    conditions: what an experimenter knows, added as constant channels.
+    conditions: what an experimenter knows, added as constant channels; thickness and defocus are seldom known.
     augment: mirror and transpose scan, detector and label together, drawn by (epoch, uid).
     window: shuffle through a moving window of shards, for a cache smaller than the data set; null mixes all samples.
     """
@@ -91,10 +92,10 @@ class DataSpec(StrictModel):
     dose_e_per_pattern: float | None = Field(default=1e4, gt=0)
     detector: DetectorOptions = DetectorOptions()
     normalise: Literal["detected-sum", "none"] = "detected-sum"
-    transform: Literal["sqrt", "log1p", "none"] = "sqrt"
+    transform: Literal["sqrt", "log1p", "zscore", "none"] = "sqrt"
     detector_bin: int | None = Field(default=16, ge=1)
     physics: tuple[Literal["com", "icom"], ...] = ("com", "icom")
-    conditions: tuple[Literal["energy_keV", "semiangle_mrad", "R_sampling_A"], ...] = (
+    conditions: tuple[Literal["energy_keV", "semiangle_mrad", "R_sampling_A", "thickness_A", "defocus_A"], ...] = (
         "energy_keV",
         "semiangle_mrad",
         "R_sampling_A",
@@ -147,9 +148,15 @@ class CheckpointSpec(StrictModel):
 
 
 class TrainSpec(StrictModel):
-    """The whole of a training. `batch` counts samples over all ranks."""
+    """The whole of a training. `batch` counts samples over all ranks.
 
+    task: `reconstruct` the projected potential from patterns (`model`, `data`), or, from through-focal series
+    (`series`), the potential's `volume`, or `regress` parameters.
+    """
+
+    task: Literal["reconstruct", "volume", "regress"] = "reconstruct"
     model: ModelSpec = ModelSpec()
+    series: SeriesSpec = SeriesSpec()
     data: DataSpec = DataSpec()
     batch: int = Field(default=16, ge=1)
     epochs: int | None = Field(default=None, ge=1)

@@ -313,6 +313,18 @@ class TorchTransport:
         """Start receiving into `tensor` (contiguous) what rank `sender` sends under this tag."""
         return self._transfer(self._backend.recv, tensor, sender, tag)
 
+    def sever(self) -> None:
+        """End all transfers under way on this rank with an error, and refuse further ones.
+
+        A thread inside a transfer that will never come cannot be ended otherwise, and would abort the process when
+        the interpreter goes away. gloo has no call for it; but a wait that runs out closes all of its connections.
+        """
+        if not self._blocking_wait or self._size == 1:
+            return
+        with contextlib.suppress(RuntimeError):
+            never = self._backend.recv([torch.zeros(1)], (self._rank + 1) % self._size, 2**31 - 1)
+            never.wait(datetime.timedelta(milliseconds=1))
+
     def _transfer(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> PendingTransfer:
         try:
             return PendingTransfer(call([tensor], peer, tag))

@@ -56,11 +56,16 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
+def register_verbs() -> None:
+    """Import the modules whose verbs register themselves, when a verb is to run and not before."""
+    from exitwave.workflows import verbs_bench, verbs_data, verbs_train, verbs_views  # noqa: F401
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one verb. Returns the exit code; everything a person should know has been printed."""
     debug = "--debug" in arguments
     try:
-        from exitwave.workflows import verbs_bench, verbs_data, verbs_train, verbs_views  # noqa: F401  (they register)
+        register_verbs()
         from exitwave.workflows.commands import invoke
 
         return invoke(arguments)

@@ -219,8 +219,15 @@ def test_a_killed_rank_is_named_by_the_others(reports):
         assert "missing" in message and "0.weight" in message
 
 
-@pytest.mark.parametrize("overlap", ["backward", "step"])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("overlap", "size"),
+    [
+        ("backward", 2),
+        ("step", 4),
+        pytest.param("backward", 4, marks=pytest.mark.long),
+        pytest.param("step", 2, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_is_killed_in_mid_collective_is_named(tmp_path, overlap, size):
     name = f"killed_{overlap}_{size}"
     reports = run({name: KILLED[name]}, tmp_path)

@@ -70,9 +70,20 @@ class Job:
 class Pump:
     """The thread and its queue."""
 
-    def __init__(self, name: str, *, note: Callable[[Job], None] | None = None, under_way: int = _UNDER_WAY) -> None:
-        """`note` is called in the thread with each job whose transfer has ended well."""
+    def __init__(
+        self,
+        name: str,
+        *,
+        sever: Callable[[], None],
+        note: Callable[[Job], None] | None = None,
+        under_way: int = _UNDER_WAY,
+    ) -> None:
+        """`note` is called in the thread with each job whose transfer has ended well.
+
+        `sever` ends transfers that will never come by themselves (`Ring.sever`), when the pump is closed.
+        """
         self.note = note
+        self._sever = sever
         self.under_way = under_way
         self._queue: deque[Job] = deque()
         self._news = threading.Condition()
@@ -93,7 +104,7 @@ class Pump:
             self._news.notify()
 
     def close(self) -> None:
-        """Refuse further jobs and let the thread end. What is under way is not interrupted."""
+        """Refuse further jobs and let the thread end; what is still under way a second later is given up."""
         _OPEN.discard(self)
         if os.getpid() != self._process:  # a forked child has no thread, and perhaps a lock that nobody releases
             return
@@ -104,6 +115,9 @@ class Pump:
             self._news.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=1)
+            if self._thread.is_alive():
+                self._sever()
+                self._thread.join(timeout=5)
 
     # -- the thread's side
 

@@ -46,6 +46,9 @@ class Ring(Protocol):
     def all_gather(self, rows: torch.Tensor) -> Exchange:
         """See the module's text. `rows`: contiguous, (ranks, n)."""
 
+    def sever(self) -> None:
+        """End what is under way with an error; see `TorchTransport.sever`."""
+
 
 def open_ring(transport: TorchTransport) -> Ring:
     """The ring for the transport's backend. The transport is the ring's own from here on."""
@@ -67,6 +70,9 @@ class PointToPointRing:
 
     def all_gather(self, rows: torch.Tensor) -> Exchange:
         return _RingExchange(self, rows, reduce=False, number=self._next())
+
+    def sever(self) -> None:
+        self.transport.sever()
 
     def _next(self) -> int:
         self._number += 1
@@ -135,6 +141,9 @@ class NativeRing:
     def all_gather(self, rows: torch.Tensor) -> Exchange:
         options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
         return _NativeExchange(self._backend._allgather_base(rows.view(-1), rows[self._rank], options))
+
+    def sever(self) -> None:
+        """Nothing: waiting for NCCL happens on the device, and its own watchdog ends it."""
 
 
 class _NativeExchange:

@@ -123,7 +123,7 @@ class StepMode:
         self.optimizer = ShardedOptimizer(
             plain, step=self._step, discard=self._discard, collect=self._collect, deal_out=self._deal_out
         )
-        self._pump = Pump("exitwave-step", note=self._note if timeline is not None else None)
+        self._pump = Pump("exitwave-step", sever=ring.sever, note=self._note if timeline is not None else None)
         self.weight = self._whole = 1.0
         self._settings = SameSettings(control)
         self._scale: float | None = None  # gradients are multiplied by it before the update

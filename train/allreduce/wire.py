@@ -189,7 +189,12 @@ class Nodes:
         self.across = transports[1]
         self.node_size, self.within = node_size, within
         # One at a time: two whose parts end in another order on another node would be taken for each other there.
-        self.pump = Pump("exitwave-nodes", under_way=1)
+        self._transports = transports
+        self.pump = Pump("exitwave-nodes", sever=self._sever, under_way=1)
+
+    def _sever(self) -> None:
+        for transport in self._transports:
+            transport.sever()
 
 
 class HierarchicalWire:

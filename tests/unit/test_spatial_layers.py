@@ -1,6 +1,6 @@
 """Every layer on tiles equals one process in float64: output, gradients of input, weight, bias, running statistics.
 
-Ranks are threads of this process, so that many cases are cheap: 1 to 5 ranks, primes, uneven, one-plane and empty tiles,
+Ranks are threads of this process, so that many cases are cheap: 1 to 5 ranks, primes, uneven, one-plane, empty tiles,
 kernels 1 to 5, strides beyond the kernel, dilation 3, paddings that are not "same", 2-D and 3-D, meshes of 1 to 3 dims.
 """
 

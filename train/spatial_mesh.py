@@ -7,7 +7,6 @@ them, are summed over the S ranks and averaged over the D by one reduction of th
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -145,9 +144,10 @@ class SpatialMesh(Parallel):
             return module
         from torch.distributed.device_mesh import init_device_mesh
 
-        spatial = importlib.import_module("exitwave.train.spatial")
+        from exitwave.train.spatial import parallelize
+
         mesh = init_device_mesh("cpu", self._shape, mesh_dim_names=("data", "spatial"))
-        split: nn.Module = spatial.parallelize(
+        return parallelize(
             module,
             mesh,
             {"spatial": 3},
@@ -155,7 +155,6 @@ class SpatialMesh(Parallel):
             weight_gradients="partial",
             timeout_s=self._spec.engine.timeout_s,
         )
-        return split
 
 
 def mesh_of(spec: TrainSpec, shape: tuple[int, int] | None, data: Path) -> Parallel:

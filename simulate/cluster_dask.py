@@ -38,7 +38,7 @@ class DaskCluster:
     dashboard_link: str | None = None
     own_group = False
     patience_s = 600.0
-    margin_s = 0.0
+    margin_s = 60.0
 
     def __init__(self) -> None:
         self._client: Any = None

@@ -39,6 +39,7 @@ class Cluster(Protocol):
 
     `n_workers` are the tasks that can run at once, now or as soon as those who were asked for have come. `running`
     gives for each task that a worker holds how many seconds ago it was first seen there; it is a second old at most.
+    `queued`: all workers wait in a batch system's queue, which may take days and is nobody's fault.
     """
 
     name: str
@@ -49,6 +50,9 @@ class Cluster(Protocol):
 
     @property
     def running(self) -> Mapping[str, float]: ...
+
+    @property
+    def queued(self) -> bool: ...
 
     def start(self, simulator: str) -> None: ...
 

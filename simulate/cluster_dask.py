@@ -80,6 +80,10 @@ class DaskCluster:
         now = time.monotonic()
         return {key: now - since for key, since in self._seen.items()}
 
+    @property
+    def queued(self) -> bool:
+        return False
+
     def start(self, simulator: str) -> None:
         self._launch()
         client = self._connect_first()

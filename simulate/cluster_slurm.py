@@ -157,6 +157,10 @@ class SlurmCluster(LocalCluster):
     def n_workers(self) -> int:
         return self.wanted * self.spec.workers_per_job
 
+    @property
+    def queued(self) -> bool:
+        return not any(job.state == "RUNNING" for job in self._queue.jobs)
+
     def _launch(self) -> None:
         missing = [tool for tool in ("sbatch", "squeue", "scancel") if shutil.which(tool) is None]
         if missing:

@@ -168,6 +168,7 @@ def save_series(
         {
             "format": "exitwave-model",
             "version": 1,
+            "task": spec.task,
             "spec": json.dumps(spec.canonical()),
             "preprocessing": json.dumps(measured.to_json()),
             "dataset_id": dataset_id,

@@ -37,9 +37,9 @@ from exitwave.train.spatial import gather, parallelize, scatter
 
 __all__ = ["LAYERS", "SLEEPING_SHAPE", "bench_unet", "sleeping_network"]
 
-SLEEPING_SHAPE = (1, 4, 16, 16, 256)
+SLEEPING_SHAPE = (1, 2, 16, 16, 256)
 LAYERS = 8
-_FORWARD_S = 0.03  # of a layer over all rows
+_FORWARD_S = 0.06  # of a layer over all rows
 _MESSAGES = (1 << 12, 1 << 14, 1 << 16, 1 << 18)
 
 

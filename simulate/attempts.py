@@ -65,6 +65,21 @@ class History:
         return History(attempts=self.attempts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a campaign waits for what. Seconds, and bytes of memory.
+
+    `task_s`: one task; by default 30 times what the longest should need, at least ten minutes. `task_memory_bytes`: one
+    task; 0 for what its worker may use. `drain_s`: for what runs after a request to stop. `silence_s`: without a word
+    from a cluster on which nothing runs; then the tasks are handed out anew.
+    """
+
+    task_s: float | None = None
+    task_memory_bytes: int = 0
+    drain_s: float = 30.0
+    silence_s: float = 600.0
+
+
 def is_final(counts: Mapping[str, int]) -> bool:
     """Whether so many failures, by class, are the end of a task."""
     return (

@@ -19,6 +19,7 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import sweep_parts
 from exitwave.ingest.manifest import MANIFEST_NAME, ManifestWriter
+from exitwave.simulate.attempts import Patience
 from exitwave.simulate.campaign_files import (
     EVENTS_NAME,
     disk_shortage,
@@ -27,7 +28,7 @@ from exitwave.simulate.campaign_files import (
     refuse_other_campaign,
     take_back,
 )
-from exitwave.simulate.campaign_loop import CampaignLoop, CampaignResult, Listener, Patience
+from exitwave.simulate.campaign_loop import CampaignLoop, CampaignResult, Listener
 from exitwave.simulate.cluster import Cluster
 from exitwave.simulate.lease import Lease
 from exitwave.simulate.work import CampaignPlan

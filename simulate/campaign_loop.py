@@ -21,7 +21,7 @@ from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.records import PublishedShard
-from exitwave.simulate.attempts import CLASSES, Failure, History, overdue_s, replay_histories
+from exitwave.simulate.attempts import CLASSES, Failure, History, Patience, overdue_s, replay_histories
 from exitwave.simulate.campaign_files import EVENTS_NAME, plan_rows, size
 from exitwave.simulate.cluster import Cluster, Outcome
 from exitwave.simulate.commands import Command, read_commands
@@ -32,7 +32,7 @@ from exitwave.simulate.work import CampaignPlan, CampaignTask
 from exitwave.simulate.worker import run_guarded, run_task
 from exitwave.simulate.worker_guard import Limits
 
-__all__ = ["CampaignLoop", "CampaignResult", "Listener", "Patience"]
+__all__ = ["CampaignLoop", "CampaignResult", "Listener"]
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -50,21 +50,6 @@ class CampaignResult:
     samples: int
     failed_samples: int
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long a campaign waits for what. Seconds, and bytes of memory.
-
-    `task_s`: one task; by default 30 times what the longest should need, at least ten minutes. `task_memory_bytes`: one
-    task; 0 for what its worker may use. `drain_s`: for what runs after a request to stop. `silence_s`: without a word
-    from a cluster on which nothing runs; then the tasks are handed out anew.
-    """
-
-    task_s: float | None = None
-    task_memory_bytes: int = 0
-    drain_s: float = 30.0
-    silence_s: float = 600.0
 
 
 class CampaignLoop:

@@ -23,6 +23,7 @@ from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.records import PublishedShard
 from exitwave.simulate.attempts import CLASSES, Failure, History, Patience, overdue_s, replay_histories
 from exitwave.simulate.campaign_files import EVENTS_NAME, plan_rows, size
+from exitwave.simulate.campaign_resume import take_out_lost
 from exitwave.simulate.cluster import Cluster, Outcome
 from exitwave.simulate.commands import Command, read_commands
 from exitwave.simulate.lease import Lease
@@ -68,6 +69,7 @@ class CampaignLoop:
     ) -> None:
         self.plan, self.dataset, self.cluster, self.log, self.manifest = plan, dataset, cluster, log, manifest
         self.stop, self.patience, self.lease = stop, patience, lease
+        self.lost = take_out_lost(dataset, manifest)
         committed = {shard.shard_id: shard.nbytes for shard in manifest.manifest.shards}
         self.done = [t for t in plan.tasks if t.shard_id in committed]
         self.bytes = sum(committed.get(t.shard_id, 0) for t in self.done)
@@ -140,6 +142,8 @@ class CampaignLoop:
             epoch=self.lease.epoch,
             host=socket.gethostname(),
         )
+        for shard_id, why in self.lost:
+            self.log.emit("shard_lost", shard_id=shard_id, why=why)
         for row in self.plan.rejected:
             self.log.emit("structure_rejected", source=row.source, why=row.why)
 

@@ -44,6 +44,7 @@ __all__ = [
     "plan_campaign",
     "plan_document",
     "read_campaign",
+    "resume_document",
     "run_planned",
     "simulate_campaign",
     "tell_warnings",
@@ -190,6 +191,15 @@ def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[s
             f"{human_bytes(memory)}: --workers {fit}, a coarser grid.sampling_A or a smaller cell.min_extent_A"
         )
     return {**document, "free_bytes": free}
+
+
+def resume_document(planned: Planned, out: Path) -> dict[str, Any] | None:
+    """What is left on a data set that exists, and why anything would run again; UsageError where it is another's."""
+    from exitwave.simulate.campaign_files import refuse_other_campaign
+    from exitwave.simulate.campaign_resume import what_is_left
+
+    refuse_other_campaign(planned.plan, out)
+    return what_is_left(planned.plan, out)
 
 
 def _existing(path: Path) -> Path:

@@ -85,7 +85,7 @@ def plan(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.campaigns import crystal_plan, plan_document, read_campaign, tell_warnings
+    from exitwave.workflows.campaigns import crystal_plan, plan_document, read_campaign, resume_document, tell_warnings
     from exitwave.workflows.preview import write_preview
     from exitwave.workflows.tables import plan_table
 
@@ -94,6 +94,8 @@ def plan(
         crystals = crystal_plan(planned, "--report") if report is not None else None
         tell_warnings(session, planned)
         document = plan_document(planned, out=out or Path(), workers=workers)
+        if out is not None:
+            document["resume"] = resume_document(planned, out)
         if report is not None and crystals is not None:
             document["preview"] = write_preview(crystals, report, tell=session.note).path
         session.result(document, lambda: plan_table(document))

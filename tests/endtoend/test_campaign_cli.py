@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sim_samples import campaign, plan
 
-from exitwave.ingest.errors import InterruptedRunError
+from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.files import shard_path
 from exitwave.ingest.manifest import load_manifest
@@ -75,33 +75,29 @@ def test_retry_runs_what_failed_and_nothing_else(
 
 
 def test_failed_tasks_stay_failed_over_an_interruption_and_are_tried_again_after_the_end(tmp_path: Path) -> None:
+    """The first and the last shard fail; when the first has failed for good, the campaign is stopped."""
     made = plan(**SPEC)
     dataset = tmp_path / "d"
-    path = dataset / shard_path(made.tasks[0].shard_id)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"no HDF5")
+    for task in (made.tasks[0], made.tasks[-1]):
+        path = dataset / shard_path(task.shard_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"no HDF5")
     stop = threading.Event()
 
     def once_failed(event: dict[str, Any]) -> None:
         if event["kind"] == "task_failed" and event["final"]:
             stop.set()
 
+    def attempts() -> list[int]:
+        return [failure["attempts"] for failure in campaign_failures(dataset)]
+
     with pytest.raises(InterruptedRunError):
-        run_campaign(made, dataset, Slow(), stop=stop, listeners=[once_failed])
-    assert [f["attempts"] for f in campaign_failures(dataset)] == [2]
-    assert run_campaign(made, dataset, InlineCluster()).failed == 1
-    assert [f["attempts"] for f in campaign_failures(dataset)] == [2]  # given up already: not run again in this round
-    assert run_campaign(made, dataset, InlineCluster()).failed == 1
-    assert [f["attempts"] for f in campaign_failures(dataset)] == [4]
-
-
-class Slow(InlineCluster):
-    """What failed comes first again, so that it has failed for good before the rest is done."""
-
-    n_workers = 0
-
-    def wait(self, timeout_s: float) -> list[Any]:
-        return super().wait(timeout_s)
+        run_campaign(made, dataset, InlineCluster(), stop=stop, listeners=[once_failed])
+    assert attempts() == [2]
+    assert run_campaign(made, dataset, InlineCluster()).failed == 2
+    assert attempts() == [2, 3]  # the first is given up in this round; the last had been taken back once
+    assert run_campaign(made, dataset, InlineCluster()).failed == 2
+    assert attempts() == [4, 5]
 
 
 @pytest.mark.parametrize("verb", ["drain", "cancel"])
@@ -147,3 +143,41 @@ def test_a_running_campaign_tries_failed_shards_again_when_asked(tmp_path: Path)
     kinds = [e["kind"] for e in read_events(dataset / "events.jsonl")]
     assert kinds.count("task_retried") == 1 and kinds.count("command_refused") == 1
     assert list((dataset / "commands").iterdir()) == []
+
+
+def test_plan_says_why_anything_would_run_again_and_what_is_lost_is_made_again(
+    failed: tuple[Path, Plan, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dataset, made, path = failed
+    path.unlink()
+    spec = tmp_path / "c.yaml"
+    spec.write_text(campaign(**SPEC).model_dump_json())
+    shards = [dataset / shard_path(task.shard_id) for task in made.tasks]
+    shards[0].unlink()
+    shards[1].write_bytes(shards[1].read_bytes()[:-1])
+    resume = document(capfd, "plan", spec, "--out", dataset)["resume"]
+    assert (resume["committed"], resume["left"]) == (3, 3)
+    assert [row["task"] for row in resume["again"]] == [task.task_id for task in made.tasks[:3]]
+    whys = [row["why"] for row in resume["again"]]
+    assert whys[0] == "its file is gone" and "expected" in whys[1] and "its last attempt failed (error)" in whys[2]
+    assert exitwave(["plan", str(spec), "--out", str(dataset)]) == 0
+    assert "3 shards are committed, 3 are left to run" in capfd.readouterr().out
+    assert document(capfd, "simulate", spec, "--out", dataset, "--cluster", "inline")["failed"] == 0
+    assert document(capfd, "verify", dataset)["ok"]
+    assert [p.name for p in (dataset / "quarantine").iterdir()] == [shards[1].name]
+    left = document(capfd, "plan", spec, "--out", dataset)["resume"]
+    assert (left["committed"], left["left"], left["again"]) == (6, 0, [])
+    assert exitwave(["plan", str(spec), "--out", str(dataset), "--set", "seed=4"]) == 2
+    assert "seed: 3 -> 4" in capfd.readouterr().err
+
+
+def test_a_folder_that_is_not_mounted_does_not_begin_from_nothing(tmp_path: Path) -> None:
+    made = make_plan(campaign(**SPEC, samples_per_structure=12, samples_per_shard=1), base_dir=tmp_path)
+    dataset = tmp_path / "d"
+    run_campaign(made, dataset, InlineCluster())
+    (dataset / "shards").rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"36 of 36 committed shards are not there.*not mounted"):
+        run_campaign(made, dataset, InlineCluster())
+    (dataset / "shards").exists() and (dataset / "shards").rmdir()
+    (tmp_path / "elsewhere").rename(dataset / "shards")
+    assert run_campaign(made, dataset, InlineCluster()).committed == 36

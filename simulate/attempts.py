@@ -112,6 +112,9 @@ def fold(histories: Mapping[str, History], event: Mapping[str, Any]) -> Iterator
             if history.counts or history.failed:
                 yield task, history.forgiven()
         return
+    if kind == "campaign_extended":  # numbers of tasks may mean others from now on
+        yield from [(task, History()) for task in histories]
+        return
     task = str(event.get("task", ""))
     if not task:
         return

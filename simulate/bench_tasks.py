@@ -89,6 +89,9 @@ class _Task:
     def compression(self) -> str:
         return ""
 
+    def uids(self) -> tuple[int, ...]:
+        return ()
+
     def estimated_seconds(self) -> float:
         return 0.0
 

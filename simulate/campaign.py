@@ -24,9 +24,9 @@ from exitwave.simulate.attempts import Patience
 from exitwave.simulate.campaign_files import (
     EVENTS_NAME,
     disk_shortage,
+    fit_to,
     lay_out,
     make_folder,
-    refuse_other_campaign,
     take_back,
 )
 from exitwave.simulate.campaign_loop import CampaignLoop, CampaignResult, Listener
@@ -53,7 +53,7 @@ def run_campaign(
     (`stop` was set, or the disk is full; the same call resumes). Failed tasks do not raise: see the result.
     """
     make_folder(dataset)
-    refuse_other_campaign(plan, dataset)
+    plan = fit_to(plan, dataset)
     with Lease(dataset) as lease:
         fresh = not (dataset / MANIFEST_NAME).exists()
         lay_out(plan, dataset)

@@ -65,7 +65,8 @@ def plan_table(document: Row) -> Group:
     if (resume := document.get("resume")) is not None:
         rows.append(("there", f"{resume['committed']} shards are committed, {resume['left']} are left to run"))
         rows += [("again", f"{count} shard{'s' * (count != 1)}: {why}") for why, count in resume["reasons"].items()]
-    return Group(_pairs(rows), *_rejections(document["rejected"]))
+    script = [Text(""), Text(document["slurm_script"].rstrip())] if document.get("slurm_script") else []
+    return Group(_pairs(rows), *_rejections(document["rejected"]), *script)
 
 
 def _rejections(rows: Sequence[Row]) -> list[Any]:

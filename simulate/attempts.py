@@ -21,7 +21,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["CLASSES", "Failure", "FailureClass", "History", "fold", "is_final", "overdue_s", "replay_histories"]
+__all__ = [
+    "CLASSES",
+    "Failure",
+    "FailureClass",
+    "History",
+    "fold",
+    "is_final",
+    "overdue_s",
+    "replay_histories",
+    "starved_s",
+]
 
 FailureClass = Literal["error", "memory", "timeout", "killed"]
 CLASSES: tuple[FailureClass, ...] = get_args(FailureClass)
@@ -89,10 +99,15 @@ def is_final(counts: Mapping[str, int]) -> bool:
     )
 
 
+def starved_s(limit_s: float) -> float:
+    """For how many seconds, at most, a task may wait for a processor without their counting against its limit."""
+    return max(45.0, 0.4 * limit_s)
+
+
 def overdue_s(limit_s: float) -> float:
     """After how many seconds on a worker a task counts as stalled: its limit, which the worker itself should have kept,
     and time for the worker to start its process and to say so."""
-    return limit_s + max(60.0, 0.5 * limit_s)
+    return limit_s + starved_s(limit_s) + 30.0
 
 
 def replay_histories(events: Iterable[Mapping[str, Any]]) -> dict[str, History]:

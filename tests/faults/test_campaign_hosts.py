@@ -60,7 +60,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in begun:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+            process.communicate()
 
 
 @pytest.fixture

@@ -112,6 +112,7 @@ class CampaignLoop:
             result = self._result(began)
             told = {"committed": result.committed, "failed": result.failed, "samples": result.samples}
             self.log.emit("campaign_finished", **told)
+            self._sweep()
             return result
         except InterruptedRunError as error:
             with contextlib.suppress(InterruptedRunError):  # a full disk also refuses this line
@@ -179,6 +180,11 @@ class CampaignLoop:
             seconds=time.monotonic() - began,
         )
 
+    def _sweep(self) -> None:
+        """At the end nobody needs what is half-written, on whatever host that was: its shard is there or has failed."""
+        for path in (self.dataset / "shards" / ".part").glob(".*.part"):
+            path.unlink(missing_ok=True)
+
     # --- one task
 
     def _submit(self, task: CampaignTask) -> None:
@@ -198,6 +204,7 @@ class CampaignLoop:
         task = self.running.pop(outcome.key, None)
         if task is None:
             return
+        self.lease.check()
         if outcome.kind == "ok" and "failed" not in outcome.result:
             self._commit(task, outcome.result)
             return
@@ -218,7 +225,6 @@ class CampaignLoop:
     def _commit(self, task: CampaignTask, receipt: Mapping[str, Any]) -> None:
         published = PublishedShard.from_json(receipt["published"])
         producer = receipt["producer"]
-        self.lease.check()
         try:
             self.manifest.commit(published, split=task.split, producer=producer)
         except DamagedDataError as error:  # it is not there, or not as long, as the worker said

@@ -93,7 +93,6 @@ def check(tmp_path: Path, epochs: list[int]) -> None:
     found = [line["epoch"] for line in lines]
     assert found == sorted(found) and sorted(set(found)) == epochs and len(lines) == N
     assert campaign_status(dataset)["samples"]["committed"] == N
-    assert [p for p in dataset.rglob(".*.part") if p.is_file()] == []
 
 
 def test_a_controller_is_killed_and_another_host_goes_on(tmp_path: Path, start: Start, other_host: str) -> None:
@@ -103,10 +102,13 @@ def test_a_controller_is_killed_and_another_host_goes_on(tmp_path: Path, start: 
     first.kill()
     first.communicate()
     kept = commits(dataset)
+    left = dataset / "shards" / ".part" / f".{'0' * 32}.{os.uname().nodename}.{first.pid}-1.part"
+    left.write_bytes(b"half of a shard")  # what it may have left, which no process of another host can be asked about
     second = start(host=other_host)
     _, told = second.communicate(timeout=120)
     assert second.returncode == 0, told
     check(tmp_path, [1, 2])
+    assert list(dataset.rglob(".*.part")) == []
     lines = [json.loads(line) for line in (dataset / "manifest.jsonl").read_text().splitlines()[1:]]
     assert [line["epoch"] for line in lines].count(1) == kept >= 3
     assert lines[-1]["producer"]["host"] == other_host
@@ -133,7 +135,7 @@ def test_two_hosts_without_common_locks(tmp_path: Path, start: Start, other_host
     _, told = first.communicate(timeout=60)
     assert first.returncode == 75 and "another controller" in told
     check(tmp_path, [1, 2])
-    assert commits(dataset) == N
+    assert commits(dataset) == N and list(dataset.rglob(".*.part")) == []
 
 
 def test_a_sleeper_wakes_while_its_successor_works(tmp_path: Path, start: Start, other_host: str) -> None:

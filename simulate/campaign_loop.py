@@ -163,11 +163,12 @@ class CampaignLoop:
         outcomes: list[Outcome] = []
         while self.todo or self.running:
             # What ended and what takes its place is told by one sync; nobody gets a task that was not told of.
+            stopping = self.stop.is_set()
             with self.log.together():
                 for outcome in outcomes:
                     self._take(outcome)
-                begun = [] if self.stop.is_set() else self._begin()
-            if self.stop.is_set():
+                begun = [] if stopping else self._begin()
+            if stopping:
                 self._drain()
             for task in begun:
                 self._hand_over(task, str(self.dataset.absolute()))

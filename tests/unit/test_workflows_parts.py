@@ -31,6 +31,7 @@ VERBS = [
     "simulate",
     "status",
     "failures",
+    "retry",
     "verify",
     "stage",
     "inspect",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,8 @@ def primitives_are_adjoint(rank: int, size: int) -> None:
         split, n = Split(axis, 2, bounds), bounds[-1]
         tile = noise(rank, 2, 3, split.size, 4).requires_grad_()
         for needs in [
-            tuple((a - 1, b + 2) for a, b in zip(bounds, bounds[1:], strict=False)),
-            tuple((a - 4, b + 4) if b > a else (0, 0) for a, b in zip(bounds, bounds[1:], strict=False)),
+            tuple((a - 1, b + 2) for a, b in pairwise(bounds)),
+            tuple((a - 4, b + 4) if b > a else (0, 0) for a, b in pairwise(bounds)),
             ((2, 5), (0, 0), (-3, n + 1), (1, 2)),
         ]:
             y = Fetch.apply(tile, 2, moves(bounds, needs, rank), axis, 0.0)

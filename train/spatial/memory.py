@@ -20,7 +20,7 @@ def peak_bytes(function: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         function()
     held = peak = 0
-    events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = recorded.profiler.kineto_results.events()
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         if event.device_type() == torch._C._autograd.DeviceType.CPU:
             held += event.nbytes()

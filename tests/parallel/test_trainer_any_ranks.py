@@ -48,6 +48,7 @@ def _same(run, other):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.long
 def test_three_ranks_are_one_rank_to_the_bit(data, one_rank, tmp_path):
     code, output = train_launch.launch(3, spec=SPEC, data=data, out=tmp_path / "run")
     assert code == 0, output

@@ -35,7 +35,8 @@ def open_trackers(
             log, close = _OPEN[name](out, configuration, step)
         except ModuleNotFoundError as error:
             raise UsageError(
-                f"trackers: {name} is not installed ({error}); pip install {_INSTALL[name]}, or leave it out of `trackers`"
+                f"trackers: {name} is not installed ({error}); pip install {_INSTALL[name]}, or leave it out of "
+                "`trackers`"
             ) from error
         opened.append(_listener(log))
         closers.append(close)

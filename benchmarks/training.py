@@ -2,9 +2,9 @@
 
 The plain loop is what one writes by hand: DistributedDataParallel, the same network, loss, AdamW and clipping, fed with
 the very same batches. Both train in the same processes, a few steps of the one and then of the other, the order turned
-each round. Two ratios are told: the median over rounds of the ratio of their times, and the ratio of the processor times
-of all rounds, which other work on a shared machine hardly touches. Then a training reads the same shards from a warm cache, noise and
-all, and its share of waiting for data is what its own events say.
+each round. Two ratios are told: the median over rounds of the ratio of their times, and the ratio of the processor
+times of all rounds, which other work on a shared machine hardly touches. Then a training reads the same shards from a
+warm cache, noise and all, and its share of waiting for data is what its own events say.
 """
 
 from __future__ import annotations

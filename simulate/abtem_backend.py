@@ -421,13 +421,21 @@ class AbtemSimulator:
     def bandlimited(
         self, spec: SampleSpec, slices: Slices, aperture: NDArray[np.floating]
     ) -> NDArray[np.complexfloating]:
-        """Band-limited exp(i sigma V) of the different slices, (slices, x, y)."""
+        """Band-limited exp(i sigma V) of the different slices, (slices, x, y).
+
+        The transforms' factor, one over the number of points, is rounded in single precision, and by it every slice
+        would be wrong in the same direction: of 15 slices an intensity was off by 4e-6. A power of two stands in its
+        place, which is exact, and what remains is divided in double precision.
+        """
         import scipy.fft
 
         made = np.empty(slices.different.shape, dtype=self.complex)
+        points = made[0].size
+        power = 2.0 ** -(points.bit_length() - 1)
+        passed, rest = aperture * self.real.type(power), np.float64(points * power)
         for index in range(len(made)):  # one by one: a whole stack would be held several times over
             plane = scipy.fft.fft2(self.transmission(spec, slices.different[index : index + 1])[0], workers=1)
-            made[index] = scipy.fft.ifft2(plane * aperture, workers=1)
+            made[index] = scipy.fft.ifft2(plane * passed, norm="forward", workers=1) / rest
         return made
 
 

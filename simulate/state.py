@@ -7,35 +7,23 @@ committed or a later run submits it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import load_manifest
+from exitwave.simulate.counters import fold
 from exitwave.simulate.lease import lease_holder
+from exitwave.simulate.live import read_live
+from exitwave.simulate.state_index import read_failed
+from exitwave.simulate.state_task import TaskState, apply
 
 __all__ = ["TaskState", "campaign_failures", "campaign_status", "replay"]
 
 PLAN_NAME = "plan.json"
-
-
-@dataclass(kw_only=True)
-class TaskState:
-    """One shard: `state` is pending, running, committed or failed; `failure` the class of its last failure."""
-
-    task: str
-    shard_id: str
-    samples: int
-    state: str = "pending"
-    attempts: int = 0
-    failure: str = ""
-    why: str = ""
-    host: str = ""
-    seconds: float = 0.0
-    structures: list[str] = field(default_factory=list)
 
 
 def replay(
@@ -55,34 +43,14 @@ def replay(
         for t in tasks
     }
     for event in events:
-        state = states.get(str(event.get("task", "")))
-        kind = event.get("kind")
-        if kind == "campaign_started":
-            for each in states.values():
-                if each.state == "running":
-                    each.state = "pending"
-        if state is None:
-            continue
-        if kind == "task_submitted":
-            state.state = "running"
-            state.attempts = int(event.get("attempt", state.attempts + 1))
-        elif kind == "task_failed":
-            state.state = "failed" if event.get("final", True) else "pending"
-            state.failure = str(event.get("state", "error"))
-            state.why = str(event.get("why", ""))
-            state.host = str(event.get("host", ""))
-            state.seconds = float(event.get("seconds", 0.0))
-            state.attempts = int(event.get("attempt", state.attempts))
-        elif kind == "shard_committed":
-            state.host = str(event.get("host", ""))
-            state.seconds = float(event.get("seconds", 0.0))
+        apply(states, event)
     done = set(committed)
     for state in states.values():
         if state.shard_id in done:
             state.state = "committed"
-        elif state.state == "running" and not alive:
+        elif state.state == "committed" or (state.state == "running" and not alive):
+            # A `committed` event without a line in the manifest counts for nothing: the manifest is the truth.
             state.state = "pending"
-        # A `committed` event without a line in the manifest counts for nothing: the manifest is the truth.
     return list(states.values())
 
 
@@ -106,46 +74,58 @@ def _load(dataset: Path) -> tuple[dict[str, Any], list[TaskState], list[dict[str
 
 
 def campaign_status(dataset: Path) -> dict[str, Any]:
-    """The contract's `status` of a data set. Raises UsageError where there is none."""
-    plan, states, events, holder = _load(dataset)
-    shards = dict.fromkeys(("pending", "running", "committed", "failed"), 0)
-    samples = {"planned": 0, "committed": 0, "failed": 0, "rejected": int(plan.get("rejected_samples", 0))}
-    for state in states:
-        shards[state.state] += 1
-        samples["planned"] += state.samples
-        if state.state in ("committed", "failed"):
-            samples[state.state] += state.samples
-    started = next((e for e in reversed(events) if e["kind"] == "campaign_started"), None)
-    rate = _rate(events, float(started["t"])) if started else 0.0
-    open_samples = samples["planned"] - samples["committed"] - samples["failed"]
+    """The contract's `status` of a data set: the snapshot of `counters`. Raises UsageError where there is none.
+
+    Where a controller is at work, or one ended in order, its own last snapshot is shown, which costs the same however
+    large the campaign is. Else everything is read: what the manifest says counts.
+    """
+    holder = lease_holder(dataset)
+    shown = read_live(dataset, holder) or _read_all(dataset)
     return {
-        "name": plan.get("name", ""),
-        "samples": samples,
-        "shards": shards,
-        "rate_samples_per_s": rate,
-        "eta_s": (open_samples / rate if rate > 0 else None) if open_samples else 0.0,
-        "attempts": sum(state.attempts for state in states),
-        "cluster": started.get("cluster") if started else None,
-        "workers": started.get("workers") if started else None,
-        "dashboard": started.get("dashboard") if started and holder else None,
+        **shown,
+        "dashboard": shown["dashboard"] if holder is not None else None,
         "running": holder is not None,
         "controller": holder,
-        "rejected": plan.get("rejected", []),
     }
 
 
-def _rate(events: Sequence[Mapping[str, Any]], since: float) -> float:
-    """Samples per second of the last run, from its start to its last commit."""
-    commits = [e for e in events if e["kind"] == "shard_committed" and float(e["t"]) >= since]
-    if not commits:
-        return 0.0
-    took = float(commits[-1]["t"]) - since
-    return sum(int(e["n"]) for e in commits) / took if took > 0 else 0.0
+def _read_all(dataset: Path) -> dict[str, Any]:
+    """The snapshot from plan, manifest and events."""
+    plan, states, events, _ = _load(dataset)
+    shards = dict.fromkeys(("pending", "running", "committed", "failed", "rejected"), 0)
+    samples = {"planned": 0, "committed": 0, "failed": 0, "rejected": int(plan.get("rejected_samples", 0))}
+    for state in states:
+        shards[state.state] = shards.get(state.state, 0) + 1
+        samples["planned"] += state.samples
+        if state.state in ("committed", "failed"):
+            samples[state.state] += state.samples
+    counters = fold(events)
+    shown = counters.snapshot(time.time())
+    if shown["activity"] == "running" and lease_holder(dataset) is None:  # it died: its rate is that of its life
+        counters.feed({"kind": "campaign_interrupted", "t": counters.last, "why": "its controller died"})
+        shown = counters.snapshot(time.time())
+    rate = shown["rate_samples_per_s"]
+    left = samples["planned"] - samples["committed"] - samples["failed"]
+    return {
+        **shown,
+        "name": plan.get("name", ""),
+        "samples": samples,
+        "shards": shards,
+        "eta_s": (left / rate if rate > 0 else None) if left else 0.0,
+        "attempts": sum(state.attempts for state in states),
+        "rejected": plan.get("rejected", []),
+        "dataset": str(dataset.absolute()),
+    }
 
 
-def campaign_failures(dataset: Path) -> list[dict[str, Any]]:
-    """The contract's `failures`: every shard that failed for good, or whose last attempt failed."""
-    _, states, _, _ = _load(dataset)
+def campaign_failures(dataset: Path, *, states: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The contract's `failures`: every shard that failed for good, of the classes `states` or of all.
+
+    Read from the index where there is one, else replayed. Raises UsageError where there is no data set.
+    """
+    found = read_failed(dataset)
+    if found is None:
+        found = [state for state in _load(dataset)[1] if state.state == "failed"]
     return [
         {
             "task": s.task,
@@ -156,6 +136,6 @@ def campaign_failures(dataset: Path) -> list[dict[str, Any]]:
             "seconds": s.seconds,
             "structures": s.structures,
         }
-        for s in states
-        if s.state == "failed"
+        for s in found
+        if not states or s.failure in states
     ]

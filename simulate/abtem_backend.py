@@ -24,7 +24,7 @@ from exitwave.simulate.imaging import focal_images, plane_wave
 from exitwave.simulate.label import project_label, slab_weights
 from exitwave.simulate.passes import passes
 from exitwave.simulate.scanning import in_cell_axes, lattice_rotation_deg, probe_positions, scan_patterns
-from exitwave.simulate.simulator import Sample
+from exitwave.simulate.simulator import MOST_EXCESS, Sample, UnphysicalError
 from exitwave.simulate.tasks import SampleSpec, StructureSpec
 from exitwave.simulate.threads import single_threaded
 
@@ -216,10 +216,24 @@ class AbtemSimulator:
                 made["captured"] = (np.abs(spectrum.astype(np.complex128)) ** 2).sum()
             if patterns is not None:
                 made["cbed"] = patterns[place]
-                made["captured"] = patterns[place].sum(axis=(-2, -1)).mean()
+                made["captured"] = self._captured(spec, patterns[place])
             if recipe.label.atoms == "phonon-mean":
                 made |= _potentials(spec, cut)
             yield made
+
+    def _captured(self, spec: SampleSpec, patterns: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The part of the beam that patterns (…, Qy, Qx) hold, in the mean.
+
+        Raises UnphysicalError where one holds more than entered, beyond what single precision rounds.
+        """
+        sums = patterns.sum(axis=(-2, -1))
+        if not sums.max() <= 1.0 + MOST_EXCESS + 2.0 * spec.exit_plane * float(np.finfo(self.real).eps):
+            raise UnphysicalError(
+                f"{spec.structure.source}, sample {spec.sample_index}: a pattern holds {sums.max():.6f} of the beam, "
+                f"at most {1 + MOST_EXCESS:g} expected: the grid of {spec.grid_sampling_A:.3g} Å is too coarse for "
+                f"these atoms; grid.sampling_A of {0.8 * spec.grid_sampling_A:.2g} or less may do"
+            )
+        return np.asarray(sums.mean(), dtype=np.float64)
 
     # -- potential ---------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,10 @@ def samples(changes: dict[str, Any]) -> list[SampleSpec]:
     return [draw_sample(structure, recipe(**EVERYTHING | changes), k, "train") for k in range(4)]
 
 
-@pytest.mark.parametrize("case", COMBINATIONS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.long if "finite" in case else ()) for case in COMBINATIONS],
+)
 def test_every_field_is_the_reference_s_and_no_neighbour_matters(case: str) -> None:
     name, changes = COMBINATIONS[case]
     specs = samples(changes)

@@ -6,7 +6,7 @@ uid) alone: not on the rank, nor on how many ranks or loader processes there are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from exitwave.train.preprocess import (
     network_input,
     noisy_counts,
 )
-from exitwave.train.spec import DataSpec, TrainSpec
+from exitwave.train.spec import DataSpec
 
 __all__ = ["EVALUATION_EPOCH", "Batch", "Prepare", "measure", "open_split", "rank_batches"]
 
@@ -45,8 +45,9 @@ class Batch:
     uids: tuple[int, ...]
 
     def to(self, dtype: torch.dtype) -> Batch:
-        """The same batch in another precision; itself where it has that already."""
-        return replace(self, inputs=self.inputs.to(dtype), target=self.target.to(dtype), weight=self.weight.to(dtype))
+        """The same batch in another precision; itself where it has that already. Whole numbers stay what they are."""
+        target = self.target.to(dtype) if self.target.is_floating_point() else self.target
+        return replace(self, inputs=self.inputs.to(dtype), target=target, weight=self.weight.to(dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,29 +83,34 @@ class Prepare:
         )
 
 
-def open_split(data: Path, split: str, *, cache: Path | None) -> ShardDataset:
-    """The samples of one split with patterns and label.
+def open_split(
+    data: Path, split: str, *, cache: Path | None, fields: Sequence[str] = ("cbed", "potential")
+) -> ShardDataset:
+    """The samples of one split with those fields: patterns and label unless others are named.
 
     Raises:
         UsageError: the split has none.
     """
-    dataset = ShardDataset(data, fields=("cbed", "potential"), split=split, cache=cache)
+    dataset = ShardDataset(data, fields=fields, split=split, cache=cache)
     if len(dataset) == 0:
         raise UsageError(f"{data}: expected samples in split {split!r}, it has none")
     return dataset
 
 
 def rank_batches(
-    dataset: ShardDataset, sampler: GlobalSampler, spec: TrainSpec, preprocessing: Preprocessing, *, epoch: int
+    source: Any, sampler: GlobalSampler, collate: Callable[[Sequence[dict[str, Any]]], Batch], *, workers: int
 ) -> Iterator[Batch]:
-    """This rank's batches from the sampler's position to the end of the epoch."""
-    workers: dict[str, Any] = {}
-    if spec.data.workers:
+    """This rank's batches from the sampler's position to the end of the epoch.
+
+    Args:
+        source: map-style, by the sampler's numbers: a ShardDataset, or what gives tiles of its samples.
+        collate: pickled to the `workers` loader processes; with none, the rank reads by itself.
+    """
+    options: dict[str, Any] = {}
+    if workers:
         # forkserver: a rank has threads (gradients in flight), which a fork would freeze in the middle of things
-        workers = {"num_workers": spec.data.workers, "multiprocessing_context": "forkserver", "prefetch_factor": 2}
-    prepare = Prepare(data=spec.data, preprocessing=preprocessing, seed=spec.seed, epoch=epoch)
-    source: Any = dataset  # map-style by what it does, not by inheritance
-    return iter(DataLoader(source, batch_sampler=sampler, collate_fn=prepare, **workers))
+        options = {"num_workers": workers, "multiprocessing_context": "forkserver", "prefetch_factor": 2}
+    return iter(DataLoader(source, batch_sampler=sampler, collate_fn=collate, **options))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,8 @@ _CONDITION_SCALE = {
     "energy_keV": (150.0, 100.0),
     "semiangle_mrad": (20.0, 10.0),
     "R_sampling_A": (0.6, 0.5),
+    "thickness_A": (100.0, 100.0),
+    "defocus_A": (0.0, 100.0),
 }
 
 
@@ -182,6 +184,9 @@ def network_input(
         binned = np.sqrt(binned)
     elif spec.transform == "log1p":
         binned = np.log1p(binned)
+    elif spec.transform == "zscore":
+        spread = binned.std(axis=(2, 3), keepdims=True)
+        binned = (binned - binned.mean(axis=(2, 3), keepdims=True)) / np.maximum(spread, 1e-6)
     if prepared.layout == "probes-as-channels":
         # (Ry, Rx, Qy, Qx) -> (Ry·Rx, Qy, Qx)
         parts = [binned.reshape(ry * rx, *binned.shape[2:])]

@@ -31,7 +31,17 @@ from exitwave.train.preprocess import Preprocessing, input_channels
 from exitwave.train.spec import TrainSpec, spec_difference
 from exitwave.train.state import sweep_checkpoints
 
-__all__ = ["TrainedModel", "claim_run", "load_model", "make_model", "read_curve", "save_model"]
+__all__ = [
+    "SavedFacts",
+    "TrainedModel",
+    "claim_run",
+    "load_model",
+    "make_model",
+    "read_curve",
+    "read_saved",
+    "save_model",
+    "saved_facts",
+]
 
 _MODEL_FORMAT = "exitwave-model"
 _MODEL_VERSION = 1
@@ -47,6 +57,14 @@ class TrainedModel:
     mean_image_V: torch.Tensor
     dataset_id: str
     step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedFacts:
+    """What any trained model's file says of itself, whatever its task."""
+
+    step: int
+    parameters: int
 
 
 def claim_run(out: Path, spec: TrainSpec, *, dataset_id: str, fresh: bool) -> None:
@@ -117,8 +135,8 @@ def save_model(
     write_atomic(path, buffer.getvalue())
 
 
-def load_model(run: Path) -> TrainedModel:
-    """The trained model of a run, in evaluation mode.
+def read_saved(run: Path) -> dict[str, Any]:
+    """The content of a run's model.pt.
 
     Raises:
         UsageError: there is none (yet), or it is of another version.
@@ -136,6 +154,20 @@ def load_model(run: Path) -> TrainedModel:
             f"{path}: expected {_MODEL_FORMAT} version {_MODEL_VERSION}, got {content.get('format')} version "
             f"{content.get('version')}"
         )
+    return content
+
+
+def saved_facts(run: Path) -> SavedFacts:
+    """Step and number of parameters of a run's trained model."""
+    content = read_saved(run)
+    return SavedFacts(
+        step=int(content["step"]), parameters=sum(value.numel() for value in content["state_dict"].values())
+    )
+
+
+def load_model(run: Path) -> TrainedModel:
+    """The trained model of a run, in evaluation mode. Raises what `read_saved` raises."""
+    content = read_saved(run)
     spec = TrainSpec.model_validate_json(content["spec"])
     preprocessing = Preprocessing.from_json(json.loads(content["preprocessing"]))
     module = make_model(spec, preprocessing)

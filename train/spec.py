@@ -80,10 +80,10 @@ class DataSpec(StrictModel):
     dose_e_per_pattern: mean counts per pattern of the Poisson noise; null for noise-free patterns.
     detector: what source, scan and detector do beside it, drawn by (epoch, uid).
     normalise: divide each sample by its detected sum (the incident beam is unknown in experiments), or not.
-    transform: applied to the normalised patterns, scaled so that values are of order one.
+    transform: applied to the normalised patterns, scaled so that values are of order one; zscore acts on each pattern.
     detector_bin: the detector is summed down to this many pixels each way; null keeps it.
     physics: images derived from the same noisy patterns, added as channels: the centre of mass and its integral.
-    conditions: what an experimenter knows, added as constant channels.
+    conditions: what an experimenter knows, added as constant channels; thickness and defocus are seldom known.
     augment: mirror and transpose scan, detector and label together, drawn by (epoch, uid).
     window: shuffle through a moving window of shards, for a cache smaller than the data set; null mixes all samples.
     """
@@ -91,10 +91,10 @@ class DataSpec(StrictModel):
     dose_e_per_pattern: float | None = Field(default=1e4, gt=0)
     detector: DetectorOptions = DetectorOptions()
     normalise: Literal["detected-sum", "none"] = "detected-sum"
-    transform: Literal["sqrt", "log1p", "none"] = "sqrt"
+    transform: Literal["sqrt", "log1p", "zscore", "none"] = "sqrt"
     detector_bin: int | None = Field(default=16, ge=1)
     physics: tuple[Literal["com", "icom"], ...] = ("com", "icom")
-    conditions: tuple[Literal["energy_keV", "semiangle_mrad", "R_sampling_A"], ...] = (
+    conditions: tuple[Literal["energy_keV", "semiangle_mrad", "R_sampling_A", "thickness_A", "defocus_A"], ...] = (
         "energy_keV",
         "semiangle_mrad",
         "R_sampling_A",

@@ -61,7 +61,7 @@ class StageSection(StrictModel):
 class EvaluateSection(StrictModel):
     """Which samples the network is measured on."""
 
-    split: Literal["train", "val", "test"] = "test"
+    split: Literal["train", "val", "test", "new_composition", "new_prototype"] = "test"
 
 
 class PipelineSections(StrictModel):

@@ -17,7 +17,7 @@ import train_data
 import train_launch
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError
-from exitwave.train import trainer
+from exitwave.train import loop
 from exitwave.train.run import load_model, read_curve
 from exitwave.train.spec import TrainSpec
 from exitwave.train.state import latest_checkpoint
@@ -217,7 +217,7 @@ def test_a_flipped_bit_in_a_shard_stops_all_ranks_naming_the_sample(tmp_path):
 def test_parameters_that_are_not_finite_are_never_saved(data, tmp_path, last, monkeypatch):
     """With overlap "step" and no clipping nobody looks at gradients: a checkpoint of NaN could never be resumed."""
     spec = {**SPEC, "steps": 5 if last else 8, "engine": {**SPEC["engine"], "overlap": "step"}}
-    step = trainer._step
+    step = loop.take_step
 
     def poisoned(training, batch):
         loss = step(training, batch)
@@ -226,7 +226,7 @@ def test_parameters_that_are_not_finite_are_never_saved(data, tmp_path, last, mo
                 next(training.module.parameters()).fill_(float("nan"))
         return loss
 
-    monkeypatch.setattr(trainer, "_step", poisoned)
+    monkeypatch.setattr(loop, "take_step", poisoned)
     with pytest.raises(ExitwaveError, match=r"step 5: .* not finite; nothing was saved"):
         train(TrainSpec.model_validate(spec), data=data, out=tmp_path / "run", threads=1)
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.models import build_model
@@ -23,6 +24,24 @@ def test_parameter_counts_of_the_paper(preset, millions, norm):
             overrides={"norm": norm},
         )
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize(("preset", "tera"), [("paper-23M", 8.0), ("paper-40M", 19.9), ("paper-220M", 87.5)])
+def test_floating_point_operations_of_a_training_sample_are_the_paper_s(preset, tera):
+    """Forward and twice that backward, 1024 patterns of 512 x 512; multiplications and additions count apart."""
+    with torch.device("meta"):
+        model = build_model(
+            preset=preset,
+            layout="probes-as-channels",
+            in_channels=1024,
+            in_shape=(512, 512),
+            out_shape=(512, 512),
+            overrides={"norm": "none"},
+        ).eval()
+        sample = torch.empty(1, 1024, 512, 512)
+    with FlopCounterMode(display=False) as counted:
+        model(sample)
+    assert round(3 * counted.get_total_flops() / 1e12, 1) == tera
 
 
 @pytest.mark.parametrize(

@@ -170,3 +170,17 @@ def test_the_detector_s_options_reach_the_counts() -> None:
     assert np.array_equal(noisy_counts(cbed, area, uid=9, params=params[0], **KEY), plain)
     with pytest.raises(UsageError, match="need the sample's parameters"):
         noisy_counts(cbed, area, uid=9, **KEY)
+
+
+def test_thickness_and_defocus_can_be_told_and_a_pattern_s_score_has_mean_zero_and_deviation_one():
+    sample = fake.sample(0, 0)
+    known = ("energy_keV", "semiangle_mrad", "R_sampling_A", "thickness_A", "defocus_A")
+    spec = DataSpec(detector_bin=8, transform="zscore", conditions=known, physics=())
+    assert input_channels(spec, "detector-as-channels", (8, 8), (32, 32)) == 64 + 5
+    made = network_input(sample["cbed"], sample["params"], spec, _prepared())
+    assert made.shape == (69, 8, 8)
+    assert np.allclose(made[:64].mean(axis=0), 0, atol=1e-5) and np.allclose(made[:64].std(axis=0), 1, atol=1e-4)
+    thicker = sample["params"].copy()
+    thicker["thickness_A"] += 50
+    assert np.allclose(network_input(sample["cbed"], thicker, spec, _prepared())[67] - made[67], 0.5, atol=1e-6)
+    assert np.ptp(made[64:].reshape(5, -1), axis=1).max() == 0

@@ -37,7 +37,14 @@ def test_it_sees_far_and_learns_a_volume():
 
 
 def test_a_grid_that_cannot_be_pooled_is_refused():
-    with pytest.raises(UsageError, match=r"divisible by 8, got \(4, 8, 8\)"):
+    with pytest.raises(UsageError, match=r"depth divisible by 8, .*got \(4, 8, 8\)"):
         UNet3D()(torch.zeros(1, 1, 4, 8, 8))
     with pytest.raises(UsageError, match="at least 1"):
         UNet3D(levels=0)
+    with pytest.raises(UsageError, match="widening"):
+        UNet3D(widening="third")
+
+
+def test_flat_volumes_keep_their_depth_at_the_lowest_levels():
+    y = UNet3D(width=2, levels=3, flat=2)(torch.randn(1, 1, 2, 8, 16))
+    assert y.shape == (1, 1, 2, 8, 16)

@@ -1,0 +1,130 @@
+"""What stands before the first step: samples, model, optimizer, engine, and the checkpoint to go on from.
+
+1. Open the training samples; what one rank cannot open, none trains on.
+2. Rank 0 measures the training set and tells the others.
+3. Model, parallelize (parallel.py), optimizer, in this order.
+4. The last checkpoint, if there is one, into model, optimizer and sampler.
+5. The engine, which compares all ranks and makes the parameters those of rank 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from exitwave.ingest import GlobalSampler, ShardDataset, Window
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.events import EventLog
+from exitwave.train.allreduce.engine import GroupedAllreduce
+from exitwave.train.loader import open_split
+from exitwave.train.mesh import Ranks
+from exitwave.train.optim import make_optimizer
+from exitwave.train.parallel import DataPlan, Parallel
+from exitwave.train.spec import TrainSpec
+from exitwave.train.state import Progress, latest_checkpoint, load_checkpoint
+from exitwave.train.task import Task
+from exitwave.train.training import Training, count_parameters
+
+__all__ = ["DTYPE", "build", "open_samples"]
+
+DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def open_samples(
+    spec: TrainSpec, task: Task, data: Path, cache: Path | None, ranks: Ranks, plan: DataPlan
+) -> ShardDataset:
+    """The training samples; what one rank cannot open, none trains on."""
+    dataset: ShardDataset | None = None
+    error: Exception | None = None
+    try:
+        dataset = open_split(data, spec.train_split, cache=cache, fields=task.fields)
+        if spec.batch > len(dataset):
+            raise UsageError(f"batch: expected at most the {len(dataset)} training samples, got {spec.batch}")
+        if spec.batch < plan.size:
+            raise UsageError(f"batch: expected at least one sample a rank, got {spec.batch} for {plan.size}")
+    except Exception as caught:
+        error = caught
+    ranks.agree(error=error)
+    assert dataset is not None
+    return dataset
+
+
+def build(
+    spec: TrainSpec,
+    task: Task,
+    dataset: ShardDataset,
+    *,
+    data: Path,
+    cache: Path | None,
+    out: Path,
+    ranks: Ranks,
+    parallel: Parallel,
+    plan: DataPlan,
+    events: EventLog | None,
+) -> Training:
+    """Steps 2 to 5 of the module's text; every rank calls it."""
+    measured = ranks.from_first(lambda: task.measure(dataset))
+    module = parallel.parallelize(task.make_model(measured).to(DTYPE[spec.precision]), ranks)
+    optimizer = make_optimizer(spec.optimizer, module.named_parameters())
+    sampler = GlobalSampler(
+        dataset,
+        rank=plan.rank,
+        world_size=plan.size,
+        global_batch=spec.batch,
+        seed=spec.seed,
+        window=None if spec.data.window is None else Window(**spec.data.window.model_dump()),
+    )
+    progress = Progress(step=0, elapsed_s=0.0, sampler=sampler.state_dict())
+    checkpoint = ranks.from_first(lambda: latest_checkpoint(out / "checkpoints"))
+    if checkpoint is not None:
+        progress = load_checkpoint(checkpoint, ranks, module, optimizer)
+        sampler.load_state_dict(progress.sampler)
+    engine = GroupedAllreduce(
+        module,
+        protocol=spec.engine.protocol,
+        grouping=spec.engine.grouping,
+        overlap=spec.engine.overlap,
+        average_over=None if plan.size == ranks.info.world_size else plan.size,
+        timeout_s=spec.engine.timeout_s,
+    )
+    optimizer = engine.wrap(optimizer)  # overlap "step" deals it out, state and all
+    training = Training(
+        spec=spec,
+        task=task,
+        data=data,
+        cache=cache,
+        out=out,
+        ranks=ranks,
+        plan=plan,
+        events=events,
+        dataset=dataset,
+        measured=measured,
+        module=module,
+        engine=engine,
+        optimizer=optimizer,
+        sampler=sampler,
+        total_steps=_total_steps(spec, len(dataset)),
+        step=progress.step,
+        resumed_from=progress.step,
+        elapsed_s=progress.elapsed_s,
+        saved_step=progress.step if checkpoint is not None else -1,
+    )
+    training.emit(
+        "train_started" if checkpoint is None else "train_resumed",
+        step=training.step,
+        total_steps=training.total_steps,
+        max_seconds=spec.max_seconds,
+        samples=len(dataset),
+        batch=spec.batch,
+        world_size=ranks.info.world_size,
+        parameters=count_parameters(module),
+    )
+    return training
+
+
+def _total_steps(spec: TrainSpec, samples: int) -> int | None:
+    """Steps to train, or None where only time ends it. An epoch is the whole global batches that the samples fill."""
+    by_epochs = spec.epochs * (samples // spec.batch) if spec.epochs is not None else None
+    limits = [steps for steps in (spec.steps, by_epochs) if steps is not None]
+    return min(limits) if limits else None

@@ -1,0 +1,39 @@
+"""The task that exitwave exists for: the projected potential from the diffraction patterns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from exitwave.ingest import ShardDataset
+from exitwave.train.loader import Batch, Measured, Prepare, measure
+from exitwave.train.loss import per_sample_loss
+from exitwave.train.run import make_model, save_model
+from exitwave.train.spec import TrainSpec
+
+__all__ = ["Reconstruction"]
+
+
+class Reconstruction:
+    """A `Task`: fields `cbed` and `potential`, preprocessing of preprocess.py, an FC-DenseNet."""
+
+    fields = ("cbed", "potential")
+
+    def __init__(self, spec: TrainSpec) -> None:
+        self._spec = spec
+
+    def measure(self, dataset: ShardDataset) -> Measured:
+        return measure(dataset, layout=self._spec.model.layout)
+
+    def make_model(self, measured: Measured) -> nn.Module:
+        return make_model(self._spec, measured.preprocessing)
+
+    def prepare(self, measured: Measured, *, epoch: int) -> Prepare:
+        return Prepare(data=self._spec.data, preprocessing=measured.preprocessing, seed=self._spec.seed, epoch=epoch)
+
+    def per_sample_loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return per_sample_loss(self._spec.loss, output, batch.target, batch.weight)
+
+    def save(self, path: Path, module: nn.Module, measured: Measured, *, dataset_id: str, step: int) -> None:
+        save_model(path, module, self._spec, measured, dataset_id=dataset_id, step=step)

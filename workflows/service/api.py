@@ -34,7 +34,7 @@ class Submission(BaseModel):
 
 
 class Command(BaseModel):
-    """`drain`: finish what is in hand, then stop. `cancel`: stop at once. `resume`: go on. `retry`: what failed, again."""
+    """`drain`: finish what is in hand, then stop. `cancel`: stop at once. `resume`: go on. `retry`: failures again."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -81,7 +81,7 @@ async def list_runs(
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> JSONResponse:
     """All runs below the root, newest first: `{"runs": […], "total": N}`."""
-    found = await asyncio.to_thread(_runs(request).list, offset, limit)
+    found = await asyncio.to_thread(_runs(request).listed, offset, limit)
     return _document(found)  # type: ignore[return-value]
 
 

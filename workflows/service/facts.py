@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,9 @@ _CURVE = 400  # points of a loss curve that is sent
 
 def how_far(place: Place | None) -> str:
     """A text that differs whenever something was committed, trained or reported."""
-    return "" if place is None else repr(_signature(place, ("manifest.jsonl", "checkpoints", "model.pt", "metrics.json")))
+    return (
+        "" if place is None else repr(_signature(place, ("manifest.jsonl", "checkpoints", "model.pt", "metrics.json")))
+    )
 
 
 def _signature(place: Place, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
@@ -34,7 +35,7 @@ def _signature(place: Place, names: tuple[str, ...]) -> tuple[tuple[int, int], .
     for folder in {place.path, place.dataset or place.path, place.training or place.path}:
         for name in names:
             try:
-                status = os.stat(folder / name)
+                status = (folder / name).stat()
                 found.append((status.st_mtime_ns, status.st_size))
             except OSError:
                 found.append((0, 0))

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 __all__ = ["MOST_BYTES", "Limits", "PunctualProtocol", "raise_descriptor_limit"]
 
 MOST_BYTES = 1 << 20
+MOST_HEADER_BYTES = 32 << 10
 REQUEST_S = 10.0
 
 Scope = MutableMapping[str, Any]
@@ -54,6 +55,9 @@ class Limits:
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) != 1 or _name(hosts[0]) not in self._hosts:
             await _refuse(send, 421, "this service does not answer to that host name")
+            return
+        if sum(len(name) + len(value) for name, value in headers) > MOST_HEADER_BYTES:
+            await _refuse(send, 431, f"at most {MOST_HEADER_BYTES} bytes of headers are taken")
             return
         sizes = [value for name, value in headers if name == b"content-length"]
         if any(not size.isdigit() or int(size) > self._most for size in sizes):

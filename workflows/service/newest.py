@@ -43,7 +43,9 @@ def _draw(dataset: str, count: int, shard_id: str) -> dict[str, Any]:
     if "cbed" in sample:
         pattern = np.asarray(sample["cbed"], dtype=float)
         centre = np.sqrt(np.maximum(pattern[tuple(n // 2 for n in pattern.shape[:-2])], 0))
-        pictures.append(("Diffraction pattern", centre, "inferno", float(sample["params"]["Q_sampling_y_per_A"]), "Å⁻¹"))
+        pictures.append(
+            ("Diffraction pattern", centre, "inferno", float(sample["params"]["Q_sampling_y_per_A"]), "Å⁻¹")
+        )
     if "potential" in sample:
         pixel = float(sample["params"]["potential_sampling_A"])
         pictures.append(("Projected potential", np.asarray(sample["potential"], dtype=float), "viridis", pixel, "Å"))

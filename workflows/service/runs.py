@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from exitwave.ingest.errors import ExitwaveError, UsageError
 from exitwave.workflows.config import is_pipeline
-from exitwave.workflows.service.catalogue import Place, find_place, scan
+from exitwave.workflows.service.catalogue import NAME, Place, find_place, scan
 from exitwave.workflows.service.facts import Facts, how_far
-from exitwave.workflows.service.jobs import Jobs
+from exitwave.workflows.service.jobs import Job, Jobs, Verdict
 from exitwave.workflows.service.live import Live
 from exitwave.workflows.service.newest import newest_pictures
 from exitwave.workflows.service.submit import arguments_for, checked, write_new
@@ -43,9 +43,7 @@ class Runs:
             return Place(id=id, path=self.root / id, kind=kind)
         return found
 
-    def _job(self, id: str) -> Any:
-        from exitwave.workflows.service.catalogue import NAME
-
+    def _job(self, id: str) -> Job | None:
         return self.jobs.get(id) if all(NAME.fullmatch(part) for part in id.split("~")) else None
 
     def _need(self, id: str) -> Place:
@@ -54,7 +52,7 @@ class Runs:
             raise LookupError(id)
         return place
 
-    def list(self, offset: int, limit: int) -> dict[str, Any]:
+    def listed(self, offset: int, limit: int) -> dict[str, Any]:
         """Rows of the newest first, and how many there are."""
         jobs = self.jobs.all()
         places = {place.id: place for place in scan(self.root)}
@@ -66,14 +64,20 @@ class Runs:
         return {"runs": rows[offset : offset + limit], "total": len(rows)}
 
     def _short(self, place: Place) -> dict[str, Any]:
-        job = self.jobs.get(place.id)
-        return self._facts.short(place, job, self.jobs.verdict(job) if job is not None else None)
+        return self._facts.short(place, *self._judged(place.id))
+
+    def _judged(self, id: str) -> tuple[Job | None, Verdict | None]:
+        job = self._job(id)
+        return job, self.jobs.verdict(job) if job is not None else None
 
     def whole(self, id: str) -> dict[str, Any]:
         """All facts of one run. Raises LookupError where there is none."""
         place = self._need(id)
-        job = self.jobs.get(id)
-        return self._facts.whole(place, job, self.jobs.verdict(job) if job is not None else None)
+        facts = self._facts.whole(place, *self._judged(id))
+        if facts["state"] == "failed":
+            last = [line for line in self.jobs.log(id, 4096).splitlines() if line.strip()][-1:]
+            facts["why"] = last[0][:1000] if last else facts["why"]
+        return facts
 
     def submit(self, name: str, text: str) -> dict[str, Any]:
         """Write the configuration and let it run. Raises UsageError for a bad one, Conflict for a name in use."""
@@ -156,7 +160,7 @@ class Runs:
 
     def metrics(self) -> str:
         """Prometheus' text: runs by state, samples, rate."""
-        rows = self.list(0, 100_000)["runs"]
+        rows = self.listed(0, 100_000)["runs"]
         states = Counter((row["kind"], row["state"]) for row in rows)
         lines = ["# TYPE exitwave_runs gauge"]
         lines += [f'exitwave_runs{{kind="{kind}",state="{state}"}} {n}' for (kind, state), n in sorted(states.items())]

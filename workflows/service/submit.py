@@ -7,7 +7,9 @@ install it, and name its entry point.
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,17 +59,23 @@ def _paths(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def _refuse_outside(path: str, key: tuple[str | int, ...], document: Document, root: Path) -> None:
-    """The part before the first wildcard decides; what a wildcard finds is a file there, or a link that is refused."""
-    fixed = path
-    for mark in "*?[":
-        fixed = fixed.split(mark)[0]
-    real = Path(os.path.realpath(root / fixed))
-    inside = real == Path(os.path.realpath(root)) or Path(os.path.realpath(root)) in real.parents
-    if not inside or ".." in Path(path).parts or path.startswith("~") or "\0" in path or "://" in path:
+    if not _is_inside(path, Path(os.path.realpath(root))):
         where = ".".join(str(part) for part in key)
         raise UsageError(
-            f"{document.place(key)}: {where}: {path}: expected a path below the service's root, written from there"
+            f"{document.place(key)}: {where}: {path!r}: expected a path below the service's root, written from there"
         )
+
+
+def _is_inside(path: str, root: Path) -> bool:
+    """Neither the path as written, nor what stands before its first wildcard, nor any file found leads out."""
+    if "\0" in path or "://" in path or path.startswith("~") or ".." in Path(path).parts:
+        return False
+    found = glob.iglob(path, root_dir=root, recursive=True) if glob.has_magic(path) else ()  # noqa: PTH207
+    for each in (re.split(r"[*?[]", path)[0], *found):
+        real = Path(os.path.realpath(root / each))
+        if real != root and root not in real.parents:
+            return False
+    return True
 
 
 def _refuse_program(document: Document) -> None:

@@ -15,7 +15,7 @@ from exitwave.simulate.distributions import bounds
 from exitwave.simulate.imaging import QUADRATURE as FOCAL_POINTS
 from exitwave.simulate.outputs import fields_of
 from exitwave.simulate.physics import ANTIALIAS_CUTOFF
-from exitwave.simulate.route import pass_cost, route, settings_per_pass
+from exitwave.simulate.route import FAST_ROUTES, pass_cost, route, settings_per_pass
 from exitwave.simulate.scanning import probe_count
 from exitwave.simulate.tasks import SampleSpec
 
@@ -62,8 +62,8 @@ def estimate_seconds(sample: SampleSpec, simulator: str = "auto") -> float:
     configurations = sample.recipe.phonons.count
     if simulator == "auto":
         simulator = route(sample)
-    if simulator in ("fast", "smatrix"):
-        waves = (cost.smatrix if simulator == "smatrix" else cost.fast) / cost.samples
+    if simulator in FAST_ROUTES:
+        waves = cost.of(simulator) / cost.samples
     else:
         waves = probe_count(sample) * sample.exit_plane * points * _ABTEM * max(1.0, points / 128**2) ** _ABTEM_GROWTH
     potential = deepest * points * _POTENTIAL / sharers if configurations or finite else 0.0
@@ -108,7 +108,7 @@ def worker_memory_bytes(sample: SampleSpec, simulator: str = "auto") -> int:
 
     - fast: the buffers of the grids that it keeps, the transmission functions in hand and those kept for other
       samples, and what abTEM needs for one probe;
-    - smatrix: the matrix, or as much of it as is held at a time, beside all that;
+    - smatrix: the matrix, or as much of it as is held at a time, beside all that; bloch: the matrix of one cell;
     - abTEM: about 5 x batch x grid x 8 bytes of waves;
 
     and the patterns of the samples that share a pass, in float64, which wait for each other.
@@ -122,13 +122,15 @@ def worker_memory_bytes(sample: SampleSpec, simulator: str = "auto") -> int:
     planes, settings = settings_per_pass(sample)
     if simulator == "auto":
         simulator = route(sample)
-    if simulator in ("fast", "smatrix"):
+    if simulator in FAST_ROUTES:
         static = sample.recipe.grid.projection == "infinite" and not sample.recipe.phonons.count
         different = sample.structure.slices if static else sample.exit_plane + sample.structure.slices
         transmissions = different * points * 8 + KEPT_TRANSMISSION_BYTES
         waves = KEPT_GRIDS * propagation_bytes(sample.grid_yx) + transmissions + 10 * points * 8
         if simulator == "smatrix":
             waves += int(1.2 * pass_cost(sample).matrix_bytes) + 40_000_000
+        if simulator == "bloch":
+            waves += int(pass_cost(sample).bloch_bytes)
     else:
         different = 2 * sample.exit_plane
         waves = 5 * batch_positions(sample.grid_yx) * points * 8

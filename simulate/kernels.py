@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-__all__ = ["LINES", "advance", "enter", "intensity", "leave", "place", "resample"]
+__all__ = ["LINES", "advance", "combine", "enter", "intensity", "leave", "place", "resample"]
 
 LINES = 8  # lines that are transformed together: 8 complex64 are a cache line, and 8 lines stay in the first cache
 
@@ -160,6 +160,43 @@ def intensity(spectrum: Any, weight: Any, scale: Any, out: Any) -> None:
         for i in range(out.shape[1]):
             real, imag = float(spectrum[j, i].real), float(spectrum[j, i].imag)
             out[j, i] = (real * real + imag * imag) * (weight[j, i] * scale)
+
+
+@_compiled
+def combine(
+    front: Any,
+    beams: Any,
+    points: Any,
+    real: Any,
+    imag: Any,
+    values: Any,
+    places: Any,
+    weight: Any,
+    room: Any,
+    out: Any,
+) -> None:
+    """out[place] = |sum over the beams of its class of front S|^2 weight, in float64; other places stay as they are.
+
+    Class c has the beams from beams[c] on, the points from points[c] on, and S (its beams, its points), flat, from
+    values[c] on, as real and imag. `room` (2, most points of a class) is to work in.
+    """
+    for c in range(beams.size - 1):
+        first, count = points[c], points[c + 1] - points[c]
+        sum_real, sum_imag = room[0, :count], room[1, :count]
+        sum_real[:] = 0
+        sum_imag[:] = 0
+        for b in range(beams[c + 1] - beams[c]):
+            one = front[beams[c] + b]
+            p, q, at = one.real, one.imag, values[c] + b * count
+            part_real, part_imag = real[at : at + count], imag[at : at + count]
+            for i in range(count):
+                x, y = part_real[i], part_imag[i]
+                sum_real[i] += p * x - q * y
+                sum_imag[i] += p * y + q * x
+        target, factor = places[first : first + count], weight[first : first + count]
+        for i in range(count):
+            x, y = float(sum_real[i]), float(sum_imag[i])
+            out[target[i]] = (x * x + y * y) * factor[i]
 
 
 @_compiled

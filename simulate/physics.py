@@ -10,6 +10,7 @@ __all__ = [
     "ANTIALIAS_TAPER",
     "antialias_angle_mrad",
     "atomic_number",
+    "cell_points",
     "chemical_symbol",
     "interaction_parameter",
     "probe_radius_A",
@@ -50,14 +51,24 @@ def smooth_size(least: float) -> int:
     """The smallest even number of points >= `least` whose only prime factors are 2, 3, 5 and 7 (fast transforms)."""
     n = max(2, math.ceil(least - 1e-9))
     n += n % 2
-    while True:
-        rest = n
-        for prime in (2, 3, 5, 7):
-            while rest % prime == 0:
-                rest //= prime
-        if rest == 1:
-            return n
+    while not _is_smooth(n):
         n += 2
+    return n
+
+
+def cell_points(least: float, cells: int) -> int:
+    """The smallest number of points >= `least` in one of so many cells: prime factors as above, even in all cells."""
+    n = max(2, math.ceil(least - 1e-9))
+    while not _is_smooth(n) or n * cells % 2:
+        n += 1
+    return n
+
+
+def _is_smooth(n: int) -> bool:
+    for prime in (2, 3, 5, 7):
+        while n % prime == 0:
+            n //= prime
+    return n == 1
 
 
 def slices_per_period(period_A: float, slice_thickness_A: float) -> int:

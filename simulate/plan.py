@@ -18,6 +18,7 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, FieldSpec
 from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
+from exitwave.simulate.fitness import unfit
 from exitwave.simulate.simulator import resolve_simulator
 from exitwave.simulate.spec import MAX_SAMPLES, CampaignSpec, StrongestAxes
 from exitwave.simulate.splits import SplitUnit, assign_splits, without_small_classes
@@ -266,7 +267,7 @@ def _check_size(structure: StructureSpec, spec: CampaignSpec) -> str | None:
     atoms = len(structure.numbers) * structure.repeat_xy[0] * structure.repeat_xy[1] * max(1, periods)
     if atoms > spec.cell.max_atoms:
         return f"{atoms} atoms at {thickest:g} Å, cell.max_atoms is {spec.cell.max_atoms}"
-    points = max(structure.grid_yx(spec.grid.sampling_A))
+    points = max(structure.grid_yx(spec.grid))
     if points > spec.grid.max_gpts:
         y, x = structure.extent_yx_A
         return (
@@ -301,7 +302,7 @@ def _with_tasks(
         good: list[tuple[int, int]] = []  # index and uid
         for k in range(spec.samples_per_structure):
             sample = draw_sample(structure, recipe, k, split)
-            reason = reject_sample(sample)
+            reason = reject_sample(sample) or unfit(sample, simulator)
             if reason is not None:
                 reasons[reason] += 1
                 continue

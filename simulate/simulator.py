@@ -41,19 +41,19 @@ class Simulator(Protocol):
 
 
 def simulator_names() -> tuple[str, ...]:
-    return ("auto", "fast", "smatrix", "abtem", "weak-phase")
+    return ("auto", "fast", "smatrix", "bloch", "abtem", "weak-phase")
 
 
 def resolve_simulator(name: str) -> str:
-    """The name that stands in plans, shards and hashes. `auto` is one of its own: it chooses for each pass between the
-    two fast routes, from the specification alone (route.py), never from the machine."""
+    """The name that stands in plans, shards and hashes. `auto` is one of its own: it chooses for each pass among
+    the fast routes, from the specification alone (route.py), never from the machine."""
     return name
 
 
 def get_simulator(name: str = "auto") -> Simulator:
     """A simulator by name. Raises UsageError naming those that exist."""
     if name == "auto":
-        from exitwave.simulate.smatrix import AutoSimulator
+        from exitwave.simulate.auto import AutoSimulator
 
         return AutoSimulator()
     if name == "fast":
@@ -64,6 +64,10 @@ def get_simulator(name: str = "auto") -> Simulator:
         from exitwave.simulate.smatrix import SMatrixSimulator
 
         return SMatrixSimulator()
+    if name == "bloch":
+        from exitwave.simulate.bloch import BlochSimulator
+
+        return BlochSimulator()
     if name == "abtem":
         from exitwave.simulate.abtem_backend import AbtemSimulator
 

@@ -28,11 +28,11 @@ from exitwave.simulate.abtem_backend import Slices
 from exitwave.simulate.detector import Resampling
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.propagation import KeptRows, kept_rows, scales
-from exitwave.simulate.route import MATRIX_BYTES, route
+from exitwave.simulate.route import MATRIX_BYTES
 from exitwave.simulate.scanning import scan_patterns
 from exitwave.simulate.tasks import SampleSpec
 
-__all__ = ["AutoSimulator", "SMatrixSimulator", "beams_of"]
+__all__ = ["SMatrixSimulator", "beams_of"]
 
 _TILE_POINTS = 4096  # of the detector's window in one product
 _MOST_POSITIONS = 64  # in one product
@@ -197,17 +197,3 @@ class SMatrixSimulator(FastSimulator):
                 intensity *= window.weight[index] * scale
                 patterns = window.detectors[index](intensity.reshape(positions, window.tile_rows, -1))
                 out[start : start + positions] += patterns[: len(some)]
-
-
-class AutoSimulator(SMatrixSimulator):
-    """Of the two fast routes, for each pass the one that is predicted to be cheaper: see route.py."""
-
-    name = "auto"
-
-    def route(self, spec: SampleSpec) -> str:
-        return route(spec)
-
-    def pass_patterns(self, members: Sequence[SampleSpec], slices: Slices) -> list[NDArray[np.float64]]:
-        if route(members[0]) == SMatrixSimulator.name:
-            return super().pass_patterns(members, slices)
-        return FastSimulator.pass_patterns(self, members, slices)

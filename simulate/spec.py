@@ -11,7 +11,7 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from exitwave.ingest.strict_model import StrictModel
 from exitwave.simulate.distributions import Distribution, bounds, parse
@@ -287,13 +287,27 @@ SliceThickness = Annotated[float, Field(gt=0.1, le=20)]
 
 
 class GridSpec(StrictModel):
-    """The grid of the wave function and the slices of the potential."""
+    """The grid of the wave function and the slices of the potential.
+
+    `commensurate` takes whole points in every cell of a crystal that repeats across the beam, the next fast number at
+    or below the wanted sampling. A crystal at rest then needs one cell's propagation for each beam (bloch.py). Without
+    it the whole supercell has a fast number of points, which cells seldom divide.
+    """
 
     sampling_A: float = Field(default=0.2, gt=0.005, le=1)
+    commensurate: bool = False
     max_gpts: int = Field(default=1024, ge=16, le=8192)
     slice_thickness_A: SliceThickness | Literal["d_hkl"] = 2.0  # d_hkl: the spacing that gave the zone axis
     projection: Literal["infinite", "finite"] = "infinite"
     parametrization: Literal["lobato", "kirkland"] = "lobato"
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What came later is written where it is used: uids and hashes of recipes without it stay as they were."""
+        content: dict[str, Any] = handler(self)
+        if not self.commensurate:
+            content.pop("commensurate", None)
+        return content
 
 
 class DetectorSpec(StrictModel):
@@ -462,7 +476,7 @@ class CampaignSpec(Recipe):
     split: SplitSpec = SplitSpec()
     samples_per_structure: int = Field(default=16, ge=1, le=MAX_SAMPLES)
     samples_per_shard: int = Field(default=16, ge=1, le=100_000)
-    simulator: Literal["auto", "fast", "smatrix", "abtem", "weak-phase"] = "auto"
+    simulator: Literal["auto", "fast", "smatrix", "bloch", "abtem", "weak-phase"] = "auto"
 
     @model_validator(mode="after")
     def _reflections_where_needed(self) -> CampaignSpec:
@@ -477,6 +491,14 @@ class CampaignSpec(Recipe):
                     f"{key} needs the reflection of each zone axis: structures[{given[0]}].zone_axes: "
                     "{strongest: 5, d_A: [1, 5]} expected"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _fit_for_the_simulator(self) -> CampaignSpec:
+        from exitwave.simulate.fitness import conflict
+
+        if (reason := conflict(self, self.simulator)) is not None:
+            raise ValueError(f"simulator: {reason}")
         return self
 
     @model_validator(mode="after")

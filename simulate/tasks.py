@@ -27,12 +27,13 @@ from exitwave.simulate.physics import (
     ANTIALIAS_TAPER,
     antialias_angle_mrad,
     atomic_number,
+    cell_points,
     chemical_symbol,
     probe_radius_A,
     smooth_size,
     wavelength_A,
 )
-from exitwave.simulate.spec import Recipe
+from exitwave.simulate.spec import GridSpec, Recipe
 
 if TYPE_CHECKING:
     from exitwave.ingest.shard import ShardWriter
@@ -97,10 +98,14 @@ class StructureSpec:
         """The supercell across the beam, (y, x)."""
         return self.lengths_A[1] * self.repeat_xy[1], self.lengths_A[0] * self.repeat_xy[0]
 
-    def grid_yx(self, sampling_A: float) -> tuple[int, int]:
-        """Points of the grid, (y, x): the next fast size at or below the wanted sampling."""
+    def grid_yx(self, grid: GridSpec) -> tuple[int, int]:
+        """Points of the grid, (y, x): the next fast size at or below the wanted sampling, of the supercell or, where
+        the grid is to be commensurate, of each of its cells."""
         y, x = self.extent_yx_A
-        return smooth_size(y / sampling_A), smooth_size(x / sampling_A)
+        if grid.commensurate:
+            nx, ny = self.repeat_xy
+            return ny * cell_points(y / ny / grid.sampling_A, ny), nx * cell_points(x / nx / grid.sampling_A, nx)
+        return smooth_size(y / grid.sampling_A), smooth_size(x / grid.sampling_A)
 
     def info(self) -> StructureInfo:
         """The structure as shard and manifest tell of it."""
@@ -172,7 +177,7 @@ class SampleSpec:
 
     @property
     def grid_yx(self) -> tuple[int, int]:
-        return self.structure.grid_yx(self.recipe.grid.sampling_A)
+        return self.structure.grid_yx(self.recipe.grid)
 
     @property
     def grid_sampling_A(self) -> float:

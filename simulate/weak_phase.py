@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.detector import resampling
+from exitwave.simulate.fitness import conflict
 from exitwave.simulate.imaging import focal_images, objective
 from exitwave.simulate.label import project_label
 from exitwave.simulate.physics import ANTIALIAS_CUTOFF, ANTIALIAS_TAPER, interaction_parameter
@@ -77,8 +78,8 @@ class WeakPhaseSimulator:
 
     def _simulate(self, spec: SampleSpec) -> Sample:
         recipe, extent, grid = spec.recipe, spec.structure.extent_yx_A, spec.grid_yx
-        if recipe.volume is not None or recipe.label.atoms != "static":
-            raise UsageError("the simulator weak-phase knows neither slabs nor phonons: `simulator: fast` does")
+        if (reason := conflict(recipe, self.name)) is not None:
+            raise UsageError(reason)
         values = in_cell_axes(spec.values)
         rotation = lattice_rotation_deg(spec.values)
         projected = wentzel_projected(spec)

@@ -14,15 +14,19 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exitwave.ingest.errors import DamagedDataError
 from exitwave.ingest.files import write_atomic
+from exitwave.simulate.route import FAST_ROUTES
 
 if TYPE_CHECKING:
     from exitwave.simulate.plan import Plan
+    from exitwave.simulate.spec import GridSpec
+    from exitwave.simulate.tasks import StructureSpec
 
 __all__ = ["FOLDER", "host_kind", "make_wisdom", "use_wisdom"]
 
@@ -52,16 +56,23 @@ def make_wisdom(plan: Plan, dataset: Path) -> Path | None:
     path = dataset / FOLDER / host_kind()
     if path.exists():
         return path
-    if plan.core_seconds < WORTH_CORE_S or plan.simulator not in ("auto", "fast", "smatrix"):
+    if plan.core_seconds < WORTH_CORE_S or plan.simulator not in FAST_ROUTES:
         return None
     from exitwave.simulate.transforms import search
 
-    sampling = plan.spec.grid.sampling_A
-    lengths = sorted({points for structure in plan.structures for points in structure.grid_yx(sampling)})
+    lengths = sorted({points for structure in plan.structures for points in _lines(structure, plan.spec.grid)})
     found = search(lengths, limit_s=_SEARCH_S / (2 * len(lengths)))
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, found)
     return path
+
+
+def _lines(structure: StructureSpec, grid: GridSpec) -> Iterator[int]:
+    """Lengths of the lines that are transformed: of the supercell and, where the grid repeats with it, of a cell."""
+    for points, cells in zip(structure.grid_yx(grid), structure.repeat_xy[::-1], strict=True):
+        yield points
+        if points % cells == 0:
+            yield points // cells
 
 
 _used: list[Path] = []

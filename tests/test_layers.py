@@ -22,8 +22,10 @@ MAY_IMPORT = {
 # third-party module -> the only files or folders that may import it
 ONLY_IN = {
     "abtem": ("simulate/abtem_backend.py",),
-    "dask": ("simulate/cluster.py",),
-    "distributed": ("simulate/cluster.py",),
+    "dask": ("simulate/cluster_", "simulate/dashboard/"),
+    "distributed": ("simulate/cluster_", "simulate/dashboard/"),
+    "bokeh": ("simulate/dashboard/",),
+    "prometheus_client": ("simulate/dashboard/",),
     "h5py": (
         "ingest/shard.py",
         "ingest/shard_reader.py",
@@ -81,7 +83,7 @@ def test_imports_follow_the_layers(path: Path) -> None:
         if parts[0] == "exitwave" and len(parts) > 1 and parts[1] not in MAY_IMPORT[package]:
             wrong.append(f"{here}:{line}: {package} may not import {name}")
         if parts[0] in ONLY_IN and not any(
-            here == p or (p.endswith("/") and here.startswith(p)) for p in ONLY_IN[parts[0]]
+            here == p or (not p.endswith(".py") and here.startswith(p)) for p in ONLY_IN[parts[0]]
         ):
             wrong.append(f"{here}:{line}: {parts[0]} is imported only in {', '.join(ONLY_IN[parts[0]])}")
         if parts[0] in PACKAGES:

@@ -6,20 +6,21 @@ All methods get the very same noisy patterns (noise keyed by the evaluation's ow
 - idpc, com: integrated quadrant DPC and integrated centre of mass (classical.py), each with one non-negative scale
   fitted on the validation split (on the training split where there is none).
 - mean: the training set's mean of label over thickness, times the sample's thickness.
+- ptycho, where a file of such reconstructions is given: those samples are scored apart, all methods on them alone.
 
-Scores as metrics.py defines them. A frame of one probe diameter is not scored, where that leaves at least 8 x 8 pixels
-of every sample; the result says what was cut.
+Where the scan is coarser than λ/(4α), the classical methods can be given a denser scan of the same dose: `dense` is a
+data set of the same campaign with more probe positions over the same fields; a pattern's dose is lowered by as much.
+
+Scores as metrics.py defines them, over the pixels that scored.py names.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,52 +31,63 @@ import torch
 from exitwave.ingest import ShardDataset, open_dataset
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import write_atomic
-from exitwave.train.classical import coarsest_step_A, probe_diameter_A, reconstruct
-from exitwave.train.intervals import FEW_GROUPS, groups_of, intervals
+from exitwave.train.classical import reconstruct
+from exitwave.train.dense_scan import DenseScan
 from exitwave.train.loader import EVALUATION_EPOCH, open_split
-from exitwave.train.metrics import centred, fit_scale, score
 from exitwave.train.preprocess import network_input, noisy_counts
+from exitwave.train.ptychography import read_reconstructions
 from exitwave.train.run import TrainedModel, load_model
+from exitwave.train.scored import (
+    CLASSICAL,
+    METHODS,
+    Region,
+    Results,
+    by_space_group,
+    by_thickness,
+    certainty,
+    fit_scales,
+    focus_note,
+    label_std_V,
+    scored_region,
+    scores,
+    step_note,
+    targets,
+)
 
 __all__ = ["METHODS", "evaluate"]
 
-METHODS = ("model", "idpc", "com", "mean")
-_CLASSICAL = ("idpc", "com")
 _BATCH = 8
-_CALIBRATION_SAMPLES = 64
+_CALIBRATION_SAMPLES = 128
 _DOSE_SAMPLES = 64
 _DOSE_FACTORS = (0.1, 1.0, 10.0)
 _EXAMPLES = 4
-_LEAST_PIXELS = 8
 
 Array = npt.NDArray[np.floating[Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Results:
-    """Predictions [V·Å] by method and the truth, all (N, H, W); params (N,); mean patterns (N, Qy, Qx) [counts]."""
-
-    predictions: dict[str, Array]
-    truth: Array
-    params: np.ndarray[Any, Any]
-    uids: list[int]
-    patterns: Array
-    model_s: float
-
-    def thickness_A(self) -> Array:
-        return np.asarray(self.params["thickness_A"], dtype=np.float64)
-
-
 def evaluate(
-    run: Path, data: Path, *, split: str = "test", cache: Path | None = None, threads: int | None = None
+    run: Path,
+    data: Path,
+    *,
+    split: str = "test",
+    cache: Path | None = None,
+    threads: int | None = None,
+    dense: Path | None = None,
+    ptychography: Path | None = None,
 ) -> dict[str, Any]:
     """Scores of a run's model and of the classical methods on one split of a data set.
 
     Writes RUN/metrics.json (what is returned) and RUN/evaluation.npz (examples for pictures: `uid` (n,), `pattern`
-    (n, Qy, Qx) mean counts, and (n, H, W) [V·Å] `truth`, `model`, `idpc`, `com`, `mean`), both whole or not at all.
+    (n, Qy, Qx) mean counts, and (n, H, W) [V·Å] `truth`, `model`, `idpc`, `com`, `mean`), both whole or not at all, and
+    a copy of the first as metrics-SPLIT.json, so that two test sets stand beside each other.
+
+    Args:
+        dense: a denser scan of the same samples for the classical methods (see `dense_scan`).
+        ptychography: reconstructions of some of the samples by another program (see `ptychography`).
 
     Returns:
-        split, n, metrics {method: scores}, by_thickness, by_dose, ms_per_sample, and how it was done.
+        split, n, metrics {method: scores}, by_thickness, by_dose, by_space_group, targets, ms_per_sample, and how it
+        was done.
 
     Raises:
         UsageError: no trained model, no such split, or samples of another shape than the model's.
@@ -85,56 +97,82 @@ def evaluate(
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        return _evaluate(run, data, split=split, cache=cache)
+        return _evaluate(run, data, split=split, cache=cache, dense=dense, ptychography=ptychography)
     finally:
         torch.set_num_threads(before)
 
 
-def _evaluate(run: Path, data: Path, *, split: str, cache: Path | None) -> dict[str, Any]:
+def _evaluate(
+    run: Path, data: Path, *, split: str, cache: Path | None, dense: Path | None, ptychography: Path | None
+) -> dict[str, Any]:
     model = load_model(run)
     test = open_split(data, split, cache=cache)
     _check_shapes(model, test, data)
+    denser = None if dense is None else DenseScan.open(dense)
     dose = model.spec.data.dose_e_per_pattern
     fitted_on = _calibration_split(data, model, split)
     calibration = open_split(data, fitted_on, cache=cache)
-    scales = _fit_scales(_predict(model, calibration, _spread(len(calibration), _CALIBRATION_SAMPLES), dose=dose))
-    results = _scaled(_predict(model, test, range(len(test)), dose=dose), scales)
-    cut, edge_A, edge_note = _scored_region(results.params, model.preprocessing.label_shape)
+    shape = model.preprocessing.label_shape
+    known = _predict(
+        model, calibration, _spread(len(calibration), _CALIBRATION_SAMPLES), dose=dose, dense=denser, ours=False
+    )
+    scales = fit_scales(known, scored_region(known.params, shape))
+    results = _predict(model, test, range(len(test)), dose=dose, dense=denser).scaled(scales)
+    region = scored_region(results.params, shape)
+    pooled, bins, deviation = scores(results, region), by_thickness(results, region), label_std_V(results, region)
     outcome = {
         "split": split,
         "n": len(test),
-        "metrics": _scores(results, cut),
-        **_certainty(results, cut, split),
-        "by_thickness": _by_thickness(results, cut),
-        "by_dose": _by_dose(model, test, scales, cut),
+        "metrics": pooled,
+        **certainty(results, region, split),
+        "targets": targets(pooled, bins, deviation),
+        "by_thickness": bins,
+        "by_dose": _by_dose(model, test, scales, region, denser),
+        "by_space_group": by_space_group(results, region),
         "ms_per_sample": 1e3 * results.model_s / len(test),
         "dose_e_per_pattern": dose,
+        "conditions": list(model.spec.data.conditions),
         "classical_scale": scales,
         "classical_scale_fitted_on": fitted_on,
-        "edge_excluded_A": edge_A,
-        "edge_note": edge_note,
-        "step_note": _step_note(results.params),
-        "label_std_V": _label_std_V(results, cut),
+        "edge_excluded_A": region.edge_A,
+        "edge_note": region.note,
+        "step_note": step_note(results.params) if denser is None else denser.note(results.params),
+        "focus_note": focus_note(results.params),
+        "label_std_V": deviation,
+        "label_blur_A": float(results.params["label_blur_A"].mean()),
         "model": {
             "preset": model.spec.model.preset,
+            "layout": model.spec.model.layout,
             "parameters": sum(p.numel() for p in model.module.parameters()),
             "step": model.step,
         },
         "data": {"dataset_id": test.dataset_id, "trained_on": model.dataset_id},
     }
+    if ptychography is not None:
+        outcome["ptychography"] = _beside_ptychography(ptychography, results, region)
     _write_examples(run / "evaluation.npz", results)
-    write_atomic(run / "metrics.json", (json.dumps(outcome, indent=1) + "\n").encode())
+    content = (json.dumps(outcome, indent=1) + "\n").encode()
+    write_atomic(run / f"metrics-{split}.json", content)
+    write_atomic(run / "metrics.json", content)
     return outcome
 
 
 # --- predictions ---------------------------------------------------------------------------------------------------
 
 
-def _predict(model: TrainedModel, dataset: ShardDataset, indices: Sequence[int], *, dose: float | None) -> _Results:
-    """All methods on the samples `indices`; classical methods without scale yet."""
+def _predict(
+    model: TrainedModel,
+    dataset: ShardDataset,
+    indices: Sequence[int],
+    *,
+    dose: float | None,
+    dense: DenseScan | None = None,
+    ours: bool = True,
+) -> Results:
+    """All methods on the samples `indices`; classical methods without scale yet. `ours`: the network too."""
     spec = model.spec.data.model_copy(update={"dose_e_per_pattern": dose})
-    shape = model.preprocessing.label_shape
-    made: dict[str, list[Array]] = {name: [] for name in METHODS}
+    seed, shape = model.spec.seed, model.preprocessing.label_shape
+    made: dict[str, list[Array]] = {name: [] for name in METHODS if ours or name != "model"}
     truth: list[Array] = []
     params: list[np.void] = []
     uids: list[int] = []
@@ -143,51 +181,34 @@ def _predict(model: TrainedModel, dataset: ShardDataset, indices: Sequence[int],
     for some in _chunks(indices, _BATCH):
         samples = [dataset[i] for i in some]
         counts = [
-            noisy_counts(
-                s["cbed"], spec, seed=model.spec.seed, epoch=EVALUATION_EPOCH, uid=int(s["uid"]), params=s["params"]
-            )
+            noisy_counts(s["cbed"], spec, seed=seed, epoch=EVALUATION_EPOCH, uid=int(s["uid"]), params=s["params"])
             for s in samples
         ]
-        began = time.perf_counter()
-        inputs = [
-            network_input(c, s["params"], spec, model.preprocessing) for c, s in zip(counts, samples, strict=True)
-        ]
-        with torch.inference_mode():
-            out = model.module(torch.from_numpy(np.stack(inputs))).numpy()
-        made["model"] += list(model.preprocessing.to_VA(out))
-        model_s += time.perf_counter() - began
+        if ours:
+            began = time.perf_counter()
+            inputs = [
+                network_input(c, s["params"], spec, model.preprocessing) for c, s in zip(counts, samples, strict=True)
+            ]
+            with torch.inference_mode():
+                out = model.module(torch.from_numpy(np.stack(inputs))).numpy()
+            made["model"] += list(model.preprocessing.to_VA(out))
+            model_s += time.perf_counter() - began
         for sample, noisy in zip(samples, counts, strict=True):
-            for name in _CLASSICAL:
-                made[name].append(reconstruct(noisy, sample["params"], shape, method=name))
+            theirs, there = (noisy, sample["params"]) if dense is None else dense.counts(sample["params"], spec, seed)
+            for name in CLASSICAL:
+                made[name].append(reconstruct(theirs, there, shape, method=name))
             made["mean"].append(model.mean_image_V.numpy() * float(sample["params"]["thickness_A"]))
             truth.append(sample["potential"])
             params.append(sample["params"])
             uids.append(int(sample["uid"]))
             patterns.append(noisy.mean(axis=(0, 1)))
-    return _Results(
+    return Results(
         predictions={name: np.stack(images) for name, images in made.items()},
         truth=np.stack(truth).astype(np.float64),
         params=np.array(params, dtype=params[0].dtype),
         uids=uids,
         patterns=np.stack(patterns),
         model_s=model_s,
-    )
-
-
-def _fit_scales(results: _Results) -> dict[str, float]:
-    depth = results.thickness_A()[:, None, None]
-    return {name: fit_scale(results.predictions[name] / depth, results.truth / depth) for name in _CLASSICAL}
-
-
-def _scaled(results: _Results, scales: dict[str, float]) -> _Results:
-    predictions = {name: image * scales.get(name, 1.0) for name, image in results.predictions.items()}
-    return _Results(
-        predictions=predictions,
-        truth=results.truth,
-        params=results.params,
-        uids=results.uids,
-        patterns=results.patterns,
-        model_s=results.model_s,
     )
 
 
@@ -208,111 +229,38 @@ def _check_shapes(model: TrainedModel, dataset: ShardDataset, data: Path) -> Non
         )
 
 
-# --- scores --------------------------------------------------------------------------------------------------------
-
-
-def _scored_region(params: np.ndarray[Any, Any], shape: tuple[int, int]) -> tuple[int, float, str]:
-    """Pixels cut from each side, that width in Å (at most, over samples), and why."""
-    diameter = max(probe_diameter_A(float(p["energy_keV"]), float(p["semiangle_mrad"])) for p in params)
-    sampling = float(params["potential_sampling_A"].min())
-    cut = math.ceil(diameter / sampling)
-    if min(shape) - 2 * cut < _LEAST_PIXELS:
-        return (
-            0,
-            0.0,
-            (
-                f"nothing excluded: the pixels within one probe diameter ({diameter:.2f} Å) of the edge, which the "
-                f"scan hardly sees, are scored like all others, since without them fewer than {_LEAST_PIXELS} x "
-                f"{_LEAST_PIXELS} of the {shape[0]} x {shape[1]} pixels would be left"
-            ),
-        )
-    return (
-        cut,
-        diameter,
-        f"pixels within one probe diameter ({diameter:.2f} Å, {cut} pixels) of the edge are not scored",
-    )
-
-
-def _step_note(params: np.ndarray[Any, Any]) -> str:
-    """Whether the scan is dense enough for the classical methods to have their due; empty where it is."""
-    limits = [coarsest_step_A(float(p["energy_keV"]), float(p["semiangle_mrad"])) for p in params]
-    steps = [max(float(p["R_sampling_y_A"]), float(p["R_sampling_x_A"])) for p in params]
-    coarse = [limit for step, limit in zip(steps, limits, strict=True) if step > 1.001 * limit]
-    if not coarse:
-        return ""
-    return (
-        f"the scan step ({max(steps):.2f} Å) is above λ/(4α) (down to {min(coarse):.2f} Å) for {len(coarse)} of "
-        f"{len(steps)} samples: there iDPC and centre of mass are at a disadvantage"
-    )
-
-
-def _scores(results: _Results, cut: int, chosen: npt.NDArray[np.bool_] | None = None) -> dict[str, dict[str, float]]:
-    rows = slice(None) if chosen is None else chosen
-    truth, thickness = _inside(results.truth[rows], cut), results.thickness_A()[rows]
-    return {name: score(_inside(results.predictions[name][rows], cut), truth, thickness).to_json() for name in METHODS}
-
-
-def _certainty(results: _Results, cut: int, split: str) -> dict[str, Any]:
-    """95 % intervals of `rmse_VA` over the held-out groups, how many these are, and whether that is too few."""
-    kind, group = groups_of(results.params, split)
-    truth = centred(_inside(results.truth, cut))
-    errors = {
-        name: ((centred(_inside(results.predictions[name], cut)) - truth) ** 2).mean(axis=(1, 2)) for name in METHODS
-    }
-    count = int(group.max()) + 1
-    return {
-        "rmse_VA_interval_95": intervals(errors, group),
-        "groups": {"by": kind, "n": count, "anecdotal": kind == "prototype" and count < FEW_GROUPS},
-    }
-
-
-def _by_thickness(results: _Results, cut: int) -> list[dict[str, Any]]:
-    """Scores in three bins of thickness that hold as nearly equal numbers of samples as can be."""
-    thickness = results.thickness_A()
-    edges = np.unique(np.quantile(thickness, [0, 1 / 3, 2 / 3, 1]))
-    if len(edges) == 1:
-        edges = np.array([edges[0], edges[0]])
-    rows = []
-    for k, (low, high) in enumerate(pairwise(edges)):
-        last = k == len(edges) - 2
-        chosen = (thickness >= low) & ((thickness <= high) if last else (thickness < high))
-        if chosen.any():
-            rows.append(
-                {
-                    "thickness_A": [float(low), float(high)],
-                    "n": int(chosen.sum()),
-                    "metrics": _scores(results, cut, chosen),
-                }
-            )
-    return rows
-
-
-def _by_dose(model: TrainedModel, test: ShardDataset, scales: dict[str, float], cut: int) -> list[dict[str, Any]]:
+def _by_dose(
+    model: TrainedModel, test: ShardDataset, scales: dict[str, float], region: Region, dense: DenseScan | None
+) -> list[dict[str, Any]]:
     """Scores at a tenth, once and ten times the training's dose, on at most 64 evenly spaced samples."""
     trained = model.spec.data.dose_e_per_pattern
     doses = [None] if trained is None else [trained * factor for factor in _DOSE_FACTORS]
     indices = _spread(len(test), _DOSE_SAMPLES)
+    here = replace(region, cut=region.cut[indices])
     return [
         {
             "dose_e_per_pattern": dose,
             "n": len(indices),
-            "metrics": _scores(_scaled(_predict(model, test, indices, dose=dose), scales), cut),
+            "metrics": scores(_predict(model, test, indices, dose=dose, dense=dense).scaled(scales), here),
         }
         for dose in doses
     ]
 
 
-def _label_std_V(results: _Results, cut: int) -> float:
-    """Deviation of the labels from their own means [V], pooled: the error of a method that sees nothing."""
-    truth = _inside(results.truth, cut) / results.thickness_A()[:, None, None]
-    return float(np.sqrt(((truth - truth.mean(axis=(1, 2), keepdims=True)) ** 2).mean()))
+def _beside_ptychography(path: Path, results: Results, region: Region) -> dict[str, Any]:
+    """All methods on the samples that were reconstructed by ptychography too."""
+    theirs = read_reconstructions(path, results.truth.shape[1:])
+    rows = [i for i, uid in enumerate(results.uids) if uid in theirs.images_VA]
+    if not rows:
+        raise UsageError(f"{path}: holds none of the samples of this split")
+    some = results.only(rows)
+    images = np.stack([theirs.images_VA[uid] for uid in some.uids])
+    some = replace(some, predictions={**some.predictions, "ptycho": images})
+    here = replace(region, cut=region.cut[rows])
+    return {"n": len(rows), "library": theirs.library, "how": theirs.how, "metrics": scores(some, here)}
 
 
-def _inside(images: Array, cut: int) -> Array:
-    return images[:, cut : images.shape[1] - cut, cut : images.shape[2] - cut]
-
-
-def _write_examples(path: Path, results: _Results) -> None:
+def _write_examples(path: Path, results: Results) -> None:
     indices = _spread(len(results.uids), _EXAMPLES)
     arrays: dict[str, Any] = {name: results.predictions[name][indices].astype(np.float32) for name in METHODS}
     arrays["truth"] = results.truth[indices].astype(np.float32)

@@ -333,10 +333,21 @@ def training_document(out: Path, result: Any = None) -> dict[str, Any]:
     return document
 
 
-def evaluate_run(session: Session, run: Path, data: Path, *, split: str, cache: Path | None) -> dict[str, Any]:
-    """Metrics of a trained run on `split`; the contract's `evaluate` document."""
+def evaluate_run(
+    session: Session,
+    run: Path,
+    data: Path,
+    *,
+    split: str,
+    cache: Path | None,
+    dense: Path | None = None,
+    ptychography: Path | None = None,
+) -> dict[str, Any]:
+    """Metrics of a trained run on `split`, and a picture of some samples beside; the contract's `evaluate` document."""
     from exitwave.train.evaluate import evaluate
+    from exitwave.workflows.comparison import write_comparison
 
     require_split(data, split)
-    document: dict[str, Any] = evaluate(run, data, split=split, cache=cache)
+    document: dict[str, Any] = evaluate(run, data, split=split, cache=cache, dense=dense, ptychography=ptychography)
+    document["picture"] = str(write_comparison(run / "evaluation.npz", run / f"evaluation-{split}.png"))
     return document

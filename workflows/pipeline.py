@@ -165,15 +165,17 @@ class _Line:
             )
 
     def evaluate(self) -> dict[str, Any]:
-        path = self.run / "metrics.json"
-        split = self.spec.evaluate.split
-        if path.exists() and path.stat().st_mtime_ns >= (self.run / "model.pt").stat().st_mtime_ns:
-            metrics: dict[str, Any] = json.loads(path.read_text())
-            if metrics.get("split") == split:
+        """Measures each split; the first one comes last, so that metrics.json is of it."""
+        metrics: dict[str, Any] = {}
+        for split in reversed(self.spec.evaluate.splits):
+            path = self.run / f"metrics-{split}.json"
+            if path.exists() and path.stat().st_mtime_ns >= (self.run / "model.pt").stat().st_mtime_ns:
+                metrics = json.loads(path.read_text())
                 self._skip("evaluate", f"the metrics of split {split} are there")
-                return metrics
-        with self._part("evaluate"):
-            return evaluate_run(self.session, self.run, self.dataset, split=split, cache=self.out / "cache")
+            else:
+                with self._part("evaluate"):
+                    metrics = evaluate_run(self.session, self.run, self.dataset, split=split, cache=self.out / "cache")
+        return metrics
 
     def report(self) -> Path:
         from exitwave.workflows.report import write_report

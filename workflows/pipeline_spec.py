@@ -7,7 +7,7 @@ the last, hours later. A file for `plan`, `simulate` or `train` alone may lack w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -58,10 +58,17 @@ class StageSection(StrictModel):
         return None if value is None else str(value)
 
 
-class EvaluateSection(StrictModel):
-    """Which samples the network is measured on."""
+SplitName = Literal["train", "val", "test", "new_composition", "new_prototype"]
 
-    split: Literal["train", "val", "test", "new_composition", "new_prototype"] = "test"
+
+class EvaluateSection(StrictModel):
+    """Which samples the network is measured on; of several splits the first one leads the report."""
+
+    split: SplitName | Annotated[tuple[SplitName, ...], Field(min_length=1)] = "test"
+
+    @property
+    def splits(self) -> tuple[SplitName, ...]:
+        return (self.split,) if isinstance(self.split, str) else self.split
 
 
 class PipelineSections(StrictModel):

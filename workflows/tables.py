@@ -148,20 +148,56 @@ def verify_table(document: Row) -> Group:
 
 
 def metrics_table(document: Row) -> Group:
-    """The network beside the classical methods."""
+    """The network beside the classical methods: all samples, then by thickness and by dose, then what was aimed at."""
+    parts: list[Any] = [_scores(document["metrics"])]
+    for title, key in (("thickness Å", "thickness_A"), ("electrons a pattern", "dose_e_per_pattern")):
+        rows = document.get("by_thickness" if key == "thickness_A" else "by_dose") or ()
+        if len(rows) > 1:
+            parts += [Text(""), _errors(title, key, rows)]
+    if other := document.get("ptychography"):
+        parts += [Text(""), _scores(other["metrics"]), Text(f"{other['n']} samples; {other['library']}", style="dim")]
+    if document.get("targets"):
+        aims = _table("aim", "reached", "wanted", "", right=("reached", "wanted"))
+        for row in document["targets"]:
+            met = "met" if row["holds"] else "missed"
+            aims.add_row(row["name"], _figure(row["value"]), _figure(row["target"]), met)
+        parts += [Text(""), aims]
+    notes = [document.get(key) for key in ("edge_note", "step_note", "focus_note")]
+    tail = [_about(document), *(note for note in notes if note)]
+    return Group(*parts, Text(""), *(Text(line, style="dim") for line in tail))
+
+
+def _scores(metrics: Row) -> Any:
     columns: tuple[tuple[str, str], ...] = (
         ("rmse_VA", "RMSE V·Å"),
         ("rmse_V", "RMSE V"),
         ("rmse_V_fitted", "RMSE V, rescaled"),
         ("r2", "R²"),
+        ("psnr", "PSNR dB"),
+        ("ssim", "SSIM"),
+        ("column_pm", "columns pm"),
     )
-    columns += (("psnr", "PSNR dB"), ("ssim", "SSIM"))
     names = [name for _, name in columns]
     table = _table("method", *names, right=names)
-    for method, figures in document["metrics"].items():
+    for method, figures in metrics.items():
         table.add_row(
             method, *(_figure(figures.get(key)) for key, _ in columns), style="bold" if method == "model" else ""
         )
+    return table
+
+
+def _errors(title: str, key: str, rows: Sequence[Row]) -> Any:
+    """RMSE in V of each method, one row for each bin."""
+    methods = list(rows[0]["metrics"])
+    table = _table(title, "samples", *methods, right=("samples", *methods))
+    for row in rows:
+        value = row[key]
+        name = " to ".join(f"{v:.0f}" for v in value) if isinstance(value, list | tuple) else _figure(value)
+        table.add_row(name, str(row["n"]), *(_figure(row["metrics"][m].get("rmse_V")) for m in methods))
+    return table
+
+
+def _about(document: Row) -> str:
     speed = document.get("ms_per_sample")
     tail = f"{document['n']} samples of split {document['split']}" + (f", {speed:.3g} ms a sample" if speed else "")
     groups, interval = document.get("groups") or {}, (document.get("rmse_VA_interval_95") or {}).get("model")
@@ -172,7 +208,7 @@ def metrics_table(document: Row) -> Group:
         )
     if groups.get("anecdotal"):
         tail += "; anecdotal: fewer than five held-out prototypes tell of these alone"
-    return Group(table, Text(""), Text(tail, style="dim"))
+    return tail
 
 
 def _figure(value: Any) -> str:

@@ -97,6 +97,9 @@ def train(
     "evaluate",
     panel=TRAIN,
     purpose="Measure a trained network on structures that it never saw, beside classical methods.",
+    more="Potential over thickness, offset removed for all; each classical method has one scale, fitted on validation. "
+    "Where the scan is coarser than λ/(4α), --dense gives iDPC and centre of mass a denser scan of the same dose: the "
+    "same campaign simulated again with another scan.shape and scan.step_A.",
     example="exitwave evaluate runs/a --data data/quick --split test",
     then="`exitwave report RUN` for pictures and curves.",
     codes="0 measured; 2 no trained model, or no such split; 3 damaged data.",
@@ -104,7 +107,16 @@ def train(
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that `train --out` made.")],
     data: Data,
-    split: Annotated[str, typer.Option("--split", metavar="NAME", help="Which samples: test, val or train.")] = "test",
+    split: Annotated[
+        str, typer.Option("--split", metavar="NAME", help="Which samples: test, new_prototype, val, …")
+    ] = "test",
+    dense: Annotated[
+        Path | None, typer.Option("--dense", metavar="DATASET", help="A denser scan for the classical methods.")
+    ] = None,
+    ptychography: Annotated[
+        Path | None,
+        typer.Option("--ptychography", metavar="FILE.npz", help="Reconstructions of some samples to score beside."),
+    ] = None,
     cache: Cache = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -115,7 +127,9 @@ def evaluate(
     from exitwave.workflows.tables import metrics_table
 
     with open_session(json=json, quiet=quiet) as session:
-        document = evaluate_run(session, run, find_dataset(data), split=split, cache=cache)
+        document = evaluate_run(
+            session, run, find_dataset(data), split=split, cache=cache, dense=dense, ptychography=ptychography
+        )
         session.result(document, lambda: metrics_table(document))
         session.hint(f"exitwave report {run}")
 

@@ -4,10 +4,11 @@
 
 Each worker has one thread, builds a structure's potential once, and calls abTEM eagerly with its own defaults
 otherwise; the patterns come back to this process, which writes them to one HDF5 file. A job is what one sample needs:
-energy_eV, semiangle_mrad, defocus_A, positions_xy_A, and the structure (numbers, positions_A, cell_A, periods, gpts,
-slice_thickness_A). Prints {"seconds", "samples", "first_s"}: seconds from the first task to the closed file. Before
-that workers have started and imported, and each has done one position of the first sample, which plans its transforms
-and builds its potential: first_s, which a campaign of hours does not feel.
+energy_eV, semiangle_mrad, defocus_A, positions_xy_A, and the structure (numbers, positions_A, cell_A, repeat, gpts,
+slice_thickness_A, and the RMS displacement_A of its atoms with a seed). Prints {"seconds", "samples", "first_s"}:
+seconds from the first task to the closed file. Before that workers have started and imported, and each has done one
+position of the first sample, which plans its transforms and builds its potential: first_s, which a campaign of hours
+does not feel.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def potential(structure: str) -> Any:
 
     s = json.loads(structure)
     atoms = Atoms(numbers=s["numbers"], positions=s["positions_A"], cell=s["cell_A"], pbc=True) * s["repeat"]
+    if s["displacement_A"]:
+        atoms = abtem.FrozenPhonons(atoms, 1, s["displacement_A"], seed=s["seed"] % 2**32)
     return abtem.Potential(atoms, gpts=s["gpts"], slice_thickness=s["slice_thickness_A"]).build(lazy=False)
 
 

@@ -138,7 +138,8 @@ def test_positions_beyond_the_cell_are_its_periodic_images(simulator: Simulator)
 
 
 def test_an_unknown_simulator_is_named_with_those_that_exist() -> None:
-    with pytest.raises(UsageError, match="'fdtd' does not exist; there are auto, fast, smatrix, abtem, weak-phase"):
+    known = "auto, fast, smatrix, bloch, abtem, weak-phase"
+    with pytest.raises(UsageError, match=f"'fdtd' does not exist; there are {known}"):
         get_simulator("fdtd")
 
 

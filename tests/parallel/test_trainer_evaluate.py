@@ -57,8 +57,10 @@ def test_outcome_has_the_contract_s_fields(outcome, run):
     assert (outcome["split"], outcome["n"]) == ("test", 24)
     assert set(outcome["metrics"]) == set(METHODS)
     for scores in outcome["metrics"].values():
-        assert set(scores) == {"rmse_V", "rmse_V_fitted", "rmse_VA", "r2", "psnr", "ssim"}
-        assert all(np.isfinite(value) for value in scores.values())
+        assert set(scores) == {
+            "rmse_V", "rmse_V_fitted", "rmse_VA", "r2", "psnr", "ssim", "column_pm", "columns_found",
+        }  # fmt: skip
+        assert all(np.isfinite(value) for name, value in scores.items() if value is not None)
     assert sum(row["n"] for row in outcome["by_thickness"]) == 24
     assert [row["dose_e_per_pattern"] for row in outcome["by_dose"]] == [1e3, 1e4, 1e5]
     assert outcome["ms_per_sample"] > 0
@@ -66,6 +68,12 @@ def test_outcome_has_the_contract_s_fields(outcome, run):
     assert "nothing excluded" in outcome["edge_note"]
     assert "above λ/(4α)" in outcome["step_note"]
     assert json.loads((run / "metrics.json").read_text()) == outcome
+    assert json.loads((run / "metrics-test.json").read_text()) == outcome
+    assert [row["space_group"] for row in outcome["by_space_group"]] == [0]
+    aims = {row["name"]: row for row in outcome["targets"]}
+    best = min(outcome["metrics"][m]["rmse_V"] for m in ("idpc", "com"))
+    assert aims["rmse_V over the best classical"]["value"] == outcome["metrics"]["model"]["rmse_V"] / best
+    assert len(aims) == 3 + len(outcome["by_thickness"])
 
 
 def test_pictures_hold_what_was_scored_from_the_very_same_patterns(outcome, run, data):
@@ -127,3 +135,36 @@ def test_probes_as_channels_train_too(data, tmp_path):
     result = train(TrainSpec.model_validate(spec), data=data, out=tmp_path / "run", threads=1)
     assert np.isfinite(result.loss)
     assert evaluate(tmp_path / "run", data, split="val")["n"] == 12
+
+
+def test_ptychography_of_some_samples_is_scored_on_these_alone(outcome, run, data, tmp_path):
+    dataset = open_split(data, "test", cache=None)
+    some = [dataset[i] for i in (1, 5, 7)]
+    np.savez(
+        tmp_path / "ptycho.npz",
+        uid=np.array([s["uid"] for s in some]),
+        image_VA=np.stack([0.9 * s["potential"] for s in some]),
+        library="the truth itself",
+        how="times 0.9",
+    )
+    beside = evaluate(run, data, threads=1, ptychography=tmp_path / "ptycho.npz")["ptychography"]
+    assert (beside["n"], beside["library"]) == (3, "the truth itself")
+    assert set(beside["metrics"]) == {*METHODS, "ptycho"}
+    assert beside["metrics"]["ptycho"]["rmse_V_fitted"] == pytest.approx(0, abs=1e-6)
+    assert beside["metrics"]["ptycho"]["rmse_V"] == pytest.approx(
+        0.1 * np.sqrt(np.mean([(s["potential"] / s["params"]["thickness_A"]).var() for s in some])), rel=1e-3
+    )
+    (tmp_path / "words.npz").write_text("not an archive")
+    with pytest.raises(UsageError, match="expected reconstructions"):
+        evaluate(run, data, threads=1, ptychography=tmp_path / "words.npz")
+
+
+def test_a_denser_scan_of_the_same_dose_serves_the_classical_methods_alone(outcome, run, data, tmp_path):
+    twice = train_data.make_dataset(tmp_path / "dense", train=6, val=1, test=2, per_material=12, scan=16, step_A=0.3)
+    got = evaluate(run, data, threads=1, dense=twice)
+    assert got["metrics"]["model"] == outcome["metrics"]["model"]
+    assert got["metrics"]["idpc"]["rmse_V"] != outcome["metrics"]["idpc"]["rmse_V"]
+    assert "a step of 0.30 Å" in got["step_note"] and "0.60 Å" in got["step_note"]
+    fewer = train_data.make_dataset(tmp_path / "fewer", train=1, val=1, test=2, per_material=2, scan=16, step_A=0.3)
+    with pytest.raises(UsageError, match="not in this denser scan"):
+        evaluate(run, data, threads=1, dense=fewer)

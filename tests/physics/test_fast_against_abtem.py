@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from sim_samples import recipe, sample, single_atom
 
 from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
+from exitwave.simulate.bloch import BlochSimulator
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.passes import pass_key, passes, propagations
 from exitwave.simulate.propagation import kept_rows, scales
-from exitwave.simulate.route import route, settings_per_pass
+from exitwave.simulate.route import repeats, route, settings_per_pass
 from exitwave.simulate.simulator import get_simulator, simulate_sample
 from exitwave.simulate.smatrix import SMatrixSimulator, beams_of
 from exitwave.simulate.tasks import SampleSpec, StructureSpec, draw_sample
@@ -30,6 +31,7 @@ MATRIX_TOLERANCE = 5e-6  # the scattering matrix from the fast multislice
 SIMULATORS = {p: (AbtemSimulator(precision=p), FastSimulator(precision=p)) for p in ("float32", "float64")}
 
 MATRICES = {p: SMatrixSimulator(precision=p) for p in ("float32", "float64")}
+BLOCH = {p: BlochSimulator(precision=p) for p in ("float32", "float64")}
 
 
 def some_crystal(x: float = 9.0, y: float = 12.0, z: float = 4.0, slices: int = 2, heavy: int = 79) -> StructureSpec:
@@ -65,12 +67,16 @@ def between(low: float, high: float) -> st.SearchStrategy[float]:
 
 @st.composite
 def specifications(draw: st.DrawFn) -> SampleSpec:
-    structure = some_crystal(
-        x=draw(between(6, 16)),
-        y=draw(between(6, 16)),
-        z=draw(between(2, 6)),
-        slices=draw(st.integers(1, 4)),
-        heavy=draw(st.sampled_from([6, 29, 79])),
+    cells = draw(st.just((1, 1)) | st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    structure = replace(
+        some_crystal(
+            x=draw(between(6, 16)) / cells[0],
+            y=draw(between(6, 16)) / cells[1],
+            z=draw(between(2, 6)),
+            slices=draw(st.integers(1, 4)),
+            heavy=draw(st.sampled_from([6, 29, 79])),
+        ),
+        repeat_xy=cells,
     )
     energy, semiangle = draw(between(40, 300)), draw(between(2, 40))
     sampling: dict[str, Any] = {
@@ -89,6 +95,7 @@ def specifications(draw: st.DrawFn) -> SampleSpec:
         sampling[f"phi{name}_deg"] = draw(between(-180, 180))
     grid = {
         "sampling_A": draw(between(0.15, 0.35)),
+        "commensurate": cells != (1, 1),
         "projection": draw(st.sampled_from(["infinite", "infinite", "finite"])),
         "parametrization": draw(st.sampled_from(["lobato", "kirkland"])),
     }
@@ -103,11 +110,12 @@ def over_largest(one: NDArray[np.floating], other: NDArray[np.floating]) -> floa
 
 def check_specification(spec: SampleSpec, thinner: int) -> None:
     """At two exit planes of one pass, on the whole grid by the fast multislice and on the detector by the scattering
-    matrix. In float32 all three differ from float64 by about the same."""
+    matrix and, where the crystal repeats, by its Bloch classes. All differ from float64 by about the same."""
     planes = sorted({max(1, spec.exit_plane - thinner), spec.exit_plane})
     members = [replace(spec, exit_plane=plane) for plane in planes]
     whole: dict[str, tuple[Any, Any]] = {}
     seen: dict[str, tuple[Any, Any]] = {}
+    classes: dict[str, tuple[Any, Any]] = {}
     for precision, tolerance in TOLERANCE.items():
         abtem, fast = SIMULATORS[precision]
         with abtem.configured():
@@ -122,7 +130,13 @@ def check_specification(spec: SampleSpec, thinner: int) -> None:
         assert over_largest(matrix_seen, theirs_seen) <= tolerance
         assert over_largest(matrix_seen, fast_seen) <= MATRIX_TOLERANCE
         whole[precision], seen[precision] = (theirs, ours), (theirs_seen, matrix_seen)
-    for (theirs, ours), (exact, _) in ((whole["float32"], whole["float64"]), (seen["float32"], seen["float64"])):
+        if repeats(spec):
+            with abtem.configured():
+                bloch_seen = np.stack(BLOCH[precision].pass_patterns(members, slices))
+            assert over_largest(bloch_seen, theirs_seen) <= tolerance
+            classes[precision] = (theirs_seen, bloch_seen)
+    for of in filter(None, (whole, seen, classes)):
+        (theirs, ours), (exact, _) = of["float32"], of["float64"]
         assert over_largest(ours, exact) <= 1.5 * over_largest(theirs, exact) + 1e-6
 
 

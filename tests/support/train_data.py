@@ -108,7 +108,15 @@ def sample(
 
 
 def make_dataset(
-    root: Path, *, train: int = 4, val: int = 1, test: int = 2, per_material: int = 16, scan: int = 8, label: int = 32
+    root: Path,
+    *,
+    train: int = 4,
+    val: int = 1,
+    test: int = 2,
+    per_material: int = 16,
+    scan: int = 8,
+    label: int = 32,
+    step_A: float = 0.6,
 ) -> Path:
     """A committed data set: so many materials in each split, one shard for each."""
     fields = (
@@ -119,7 +127,7 @@ def make_dataset(
     splits = ["train"] * train + ["val"] * val + ["test"] * test
     with ManifestWriter(root, epoch=1) as manifest:
         for material, split in enumerate(splits):
-            made = [sample(material, index, scan=scan, label=label) for index in range(per_material)]
+            made = [sample(material, index, scan=scan, label=label, step_A=step_A) for index in range(per_material)]
             with ShardWriter(
                 root,
                 shard_id=f"{material:016x}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from exitwave.train.columns import column_errors_A, find_columns
 from exitwave.train.metrics import fit_scale, score, ssim
 
 RNG = np.random.default_rng(3)
@@ -57,3 +58,27 @@ def test_ssim_agrees_with_its_definition():
             total += (2 * mx * my + c1) * (2 * cov + c2) / ((mx**2 + my**2 + c1) * (vx + vy + c2))
     assert ssim(a, b) == pytest.approx(total / 24**2, rel=1e-9)
     assert ssim(b, b) == pytest.approx(1.0)
+
+
+def test_columns_are_found_between_pixels_and_those_that_are_missing_are_counted():
+    def picture(places):
+        y, x = np.mgrid[:24, :24]
+        return sum(np.exp(-((y - a) ** 2 + (x - b) ** 2) / (2 * 1.1**2)) for a, b in places)
+
+    places = np.array([[5.3, 6.2], [5.0, 16.45], [15.7, 11.0]])
+    found = find_columns(picture(places))
+    assert np.abs(found - places).max() < 0.06
+    moved, number = column_errors_A(picture(places[:2] + np.array([0.5, 0.0])), picture(places), 0.3)
+    assert number == 3 and moved == pytest.approx([0.15, 0.15], abs=0.03)
+    assert column_errors_A(np.zeros((24, 24)), picture(places), 0.3)[0].size == 0
+    truth = picture(places)[None] * 100
+    got = score(truth, truth, np.array([10.0]), sampling_A=np.array([0.3]))
+    assert (got.column_pm, got.columns_found) == (0.0, 1.0)
+    assert score(truth * 0, truth, np.array([10.0]), sampling_A=np.array([0.3])).columns_found == 0
+    assert score(truth, truth, np.array([10.0])).columns_found is None
+
+
+def test_samples_of_different_sizes_are_pooled_by_pixels():
+    small, large = RNG.normal(size=(2, 2)) * 10, RNG.normal(size=(8, 8)) * 10
+    off = [small + np.array([[4.0, -4.0], [4.0, -4.0]]), large]
+    assert score(off, [small, large], np.array([2.0, 1.0])).rmse_V == pytest.approx(np.sqrt(4 * 4 / 68))

@@ -183,7 +183,7 @@ def test_a_pipeline_lends_its_section_to_a_verb() -> None:
         ("ranks: 2", "cluster: {kind: slrum}", "p.yaml:6:11: cluster.kind: expected local, inline or the address"),
         ("ranks: 2", "cluster: {kind: 'tcp://'}", "p.yaml:6:11: cluster.kind: expected local, inline or the address"),
         ("ranks: 2", "stage: {capacity: big}", "p.yaml:6:9: stage.capacity: expected a size"),
-        ("ranks: 2", "evaluate: {split: tset}", "p.yaml:6:12: evaluate.split: expected 'train', 'val' or 'test'"),
+        ("ranks: 2", "evaluate: {split: tset}", "p.yaml:6:12: evaluate.split: expected 'train', 'val', 'test',"),
         ("  steps: 3", "  stepz: 3", "p.yaml:5:3: train.stepz: unknown key; did you mean `steps`?"),
         ("  name: x", "  nam: x", "p.yaml:2:3: campaign.nam: unknown key; did you mean `name`?"),
         ("\n  steps: 3", " 3", "p.yaml:4:1: train: expected `key: value` entries, got 3"),

@@ -192,7 +192,7 @@ def test_every_template_can_be_simulated(name: str, tmp_path: Path) -> None:
     """init, then a plan and a campaign of the same file with the sizes set down: its cheapest shard."""
     from exitwave.ingest import open_dataset
     from exitwave.simulate.campaign import run_campaign
-    from exitwave.simulate.cluster import InlineCluster
+    from exitwave.simulate.cluster_inline import InlineCluster
     from exitwave.workflows.campaigns import read_campaign
 
     write_template(name, tmp_path / "c.yaml")

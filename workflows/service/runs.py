@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitwave.ingest.errors import ExitwaveError, UsageError
+from exitwave.simulate.commands import write_command
+from exitwave.simulate.lease import lease_holder
 from exitwave.workflows.config import is_pipeline
 from exitwave.workflows.service.catalogue import NAME, Place, find_place, scan
 from exitwave.workflows.service.facts import Facts, how_far
@@ -150,13 +152,18 @@ class Runs:
         return arguments_for(place.path / name, place.path, pipeline=place.kind == "pipeline")
 
     def _stop(self, place: Place, how: Literal["drain", "cancel"]) -> None:
-        if self.jobs.get(place.id) is not None:
+        """Ours by its process; one of a command line through its campaign's controller, which reads commands."""
+        if self._job(place.id) is not None:
             self.jobs.stop(place.id, how)
-        elif place.dataset is not None:
-            raise Conflict(f"{place.id} was started from a command line: stop it there")
+        elif place.dataset is None or (holder := lease_holder(place.dataset)) is None:
+            raise Conflict(f"{place.id} was started from a command line and is past its campaign: stop it there")
+        else:
+            write_command(place.dataset, how, epoch=int(holder.get("epoch", 0)))
 
     def _retry(self, place: Place) -> None:
-        """Nothing to do beside resuming: a campaign that is called again tries again what failed."""
+        """Failed tasks get a new chance, from the controller that runs now or the one that is started."""
+        if place.dataset is not None and place.dataset.is_dir():
+            write_command(place.dataset, "retry")
 
     def metrics(self) -> str:
         """Prometheus' text: runs by state, samples, rate."""

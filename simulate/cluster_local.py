@@ -1,0 +1,81 @@
+"""Worker processes on this machine, one thread each. They end when this process ends, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import dask.config
+import distributed
+
+from exitwave.ingest.errors import InterruptedRunError
+from exitwave.simulate.cluster_dask import DaskCluster
+from exitwave.simulate.cluster_outcome import describe
+
+__all__ = ["LocalCluster", "scratch_folder"]
+
+
+def scratch_folder() -> str:
+    """One folder for all of a user: Dask sweeps from it what killed processes left."""
+    scratch = Path(tempfile.gettempdir()) / f"exitwave-dask-{os.getuid()}"
+    scratch.mkdir(mode=0o700, exist_ok=True)
+    return str(scratch)
+
+
+class LocalCluster(DaskCluster):
+    """The scheduler lives in this process; scheduler, workers and dashboard listen on 127.0.0.1 alone."""
+
+    name = "local"
+    own_group = True
+
+    def __init__(self, workers: int, *, security: Any = None) -> None:
+        super().__init__()
+        self._asked = workers
+        self._security = security
+        self._cluster: Any = None
+
+    @property
+    def n_workers(self) -> int:
+        return self._asked
+
+    def _launch(self) -> None:
+        # A task whose worker dies is reported at once: the campaign counts attempts and keeps them over a restart.
+        dask.config.set({"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.worker-saturation": 1.0})
+        try:
+            self._cluster = distributed.LocalCluster(
+                n_workers=self._asked,
+                threads_per_worker=1,
+                processes=True,
+                host="127.0.0.1",
+                dashboard_address="127.0.0.1:0",
+                local_directory=scratch_folder(),
+                silence_logs="CRITICAL",
+                security=self._security,
+            )
+        except RuntimeError as error:  # a worker process that died before its first word
+            raise InterruptedRunError(
+                f"--cluster local: {self._asked} worker(s) could not be started ({describe(error)}); a process was "
+                "killed, or memory is short (fewer --workers need less)"
+            ) from None
+
+    def _connect(self, timeout_s: float) -> Any:
+        return distributed.Client(self._cluster, timeout=timeout_s)
+
+    def close(self) -> None:
+        if self._cluster is None:
+            return
+        # Closing talks to every worker, and one that hangs must not hang the end of a campaign.
+        closing = threading.Thread(target=self._close_quietly, daemon=True)
+        closing.start()
+        closing.join(timeout=30)
+        self._cluster = None
+
+    def _close_quietly(self) -> None:
+        with contextlib.suppress(Exception):
+            super().close()
+        with contextlib.suppress(Exception):
+            self._cluster.close(timeout=10)

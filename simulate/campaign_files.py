@@ -19,6 +19,7 @@ from exitwave.ingest.files import disk_full_means_interrupted, sweep_parts, writ
 from exitwave.ingest.manifest import MANIFEST_NAME, create_dataset, load_manifest
 from exitwave.ingest.records import Header
 from exitwave.simulate.commands import COMMANDS_NAME
+from exitwave.simulate.live import STATUS_NAME
 from exitwave.simulate.state import PLAN_NAME
 from exitwave.simulate.state_index import STATE_DB_NAME
 from exitwave.simulate.wisdom import FOLDER as WISDOM_FOLDER
@@ -69,7 +70,8 @@ def make_folder(dataset: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"{dataset}: there is a file in the way; a folder for the data set expected") from None
     if not (dataset / MANIFEST_NAME).exists():
-        ours = {CAMPAIGN_NAME, EVENTS_NAME, PLAN_NAME, STATE_DB_NAME, COMMANDS_NAME, "shards", "lease", WISDOM_FOLDER}
+        ours = {CAMPAIGN_NAME, EVENTS_NAME, PLAN_NAME, STATE_DB_NAME, STATUS_NAME, COMMANDS_NAME}
+        ours |= {"shards", "lease", WISDOM_FOLDER}
         foreign = sorted(p.name for p in dataset.iterdir() if p.name not in ours and not p.name.startswith("."))
         if foreign:
             raise UsageError(
@@ -118,7 +120,7 @@ def plan_rows(plan: CampaignPlan) -> list[dict[str, Any]]:
 
 def take_back(dataset: Path) -> None:
     """What `_lay_out` made of a folder that was no data set; the manifest first, so that it is none again."""
-    for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME, STATE_DB_NAME):
+    for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME, STATE_DB_NAME, STATUS_NAME):
         (dataset / name).unlink(missing_ok=True)
     for folder in (dataset / "shards" / ".part", dataset / "shards"):
         with contextlib.suppress(OSError):

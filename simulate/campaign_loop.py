@@ -97,7 +97,7 @@ class CampaignLoop:
         self.todo: deque[CampaignTask] = deque(t for t in left if self._history(t).failed is None)
         self.running: dict[str, CampaignTask] = {}
         self.heard = self.looked = 0.0
-        self.silences = 0
+        self.silences = self.workers = 0
         self.limits = Limits(seconds=self._task_seconds(), memory_bytes=patience.task_memory_bytes)
 
     def _history(self, task: CampaignTask) -> History:
@@ -122,6 +122,10 @@ class CampaignLoop:
                 self.cluster.start(self.plan.simulator)
             self._announce()
             self._loop()
+            result = self._result(began)
+            told = {"committed": result.committed, "failed": result.failed, "samples": result.samples}
+            self.log.emit("campaign_finished", **told)
+            return result
         except InterruptedRunError as error:
             with contextlib.suppress(InterruptedRunError):  # a full disk also refuses this line
                 self.log.emit("campaign_interrupted", why=str(error), committed=len(self.done))
@@ -129,11 +133,9 @@ class CampaignLoop:
         finally:
             self.index.close()
             self.cluster.close()
-        result = self._result(began)
-        self.log.emit("campaign_finished", committed=result.committed, failed=result.failed, samples=result.samples)
-        return result
 
     def _announce(self) -> None:
+        self.workers = self.cluster.n_workers
         self.log.emit(
             "campaign_started",
             name=self.plan.name,
@@ -147,7 +149,7 @@ class CampaignLoop:
             failed_samples=_samples(self.failed),
             attempts=self.attempts,
             rejected_samples=self.plan.rejected_samples,
-            workers=self.cluster.n_workers,
+            workers=self.workers,
             cluster=self.cluster.name,
             dashboard=self.cluster.dashboard_link,
             epoch=self.lease.epoch,
@@ -173,6 +175,9 @@ class CampaignLoop:
                 self.looked = time.monotonic()
                 self._obey(read_commands(self.dataset))
                 self._watch()
+                if self.cluster.n_workers != self.workers:
+                    self.workers = self.cluster.n_workers
+                    self.log.emit("workers_changed", workers=self.workers)
                 self.index.flush()
 
     def _result(self, began: float) -> CampaignResult:
@@ -192,7 +197,9 @@ class CampaignLoop:
         self.histories[task.task_id] = history
         self.log.emit("task_submitted", task=task.task_id, attempt=history.attempts, samples=len(task.sample_indices))
         self.running[task.task_id] = task
-        folder = str(self.dataset.absolute())
+        self._hand_over(task, str(self.dataset.absolute()))
+
+    def _hand_over(self, task: CampaignTask, folder: str) -> None:
         if self.cluster.name == "inline":
             self.cluster.submit(task.task_id, run_task, task, folder)
         else:
@@ -229,17 +236,21 @@ class CampaignLoop:
             why = f"{error} (its worker had just published it)"
             self._fail(task, Failure(state="error", why=why, host=producer["host"], seconds=receipt["seconds"]))
             return
+        self._note(task, receipt, shard_id=published.shard_id, n=published.n, nbytes=published.nbytes)
+
+    def _note(self, task: CampaignTask, receipt: Mapping[str, Any], *, shard_id: str, n: int, nbytes: int) -> None:
+        """It is committed: it counts, and is told."""
         self.done.append(task)
         history = self.histories.pop(task.task_id, History())
         self.log.emit(
             "shard_committed",
             task=task.task_id,
-            shard_id=published.shard_id,
-            n=published.n,
-            nbytes=published.nbytes,
+            shard_id=shard_id,
+            n=n,
+            nbytes=nbytes,
             seconds=receipt["seconds"],
             simulated_s=receipt.get("simulated_s", 0.0),
-            host=producer.get("host", ""),
+            host=receipt["producer"].get("host", ""),
             attempt=history.attempts,
             adopted=receipt["adopted"],
             committed=len(self.done),

@@ -64,6 +64,11 @@ class TilePlan(DataPlan):
     keep: bool
     columns: _Columns
 
+    @property
+    def reads_alone(self) -> bool:
+        """Tiles that other ranks keep come by collectives, which must not meet those of another thread."""
+        return not self.keep
+
     def view(self, dataset: ShardDataset) -> TileView:
         """One for each split, the same each time; asking for it again says that an epoch has ended."""
         views = self.columns.views

@@ -161,7 +161,12 @@ def _run_ranks(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=child_environment(EXITWAVE_LAUNCHED="1", **({"RANK": "0", "WORLD_SIZE": "1"} if ranks == 1 else {})),
+            # what cuBLAS needs to add in the same order each time; nothing to a processor
+            env=child_environment(
+                EXITWAVE_LAUNCHED="1",
+                CUBLAS_WORKSPACE_CONFIG=":4096:8",
+                **({"RANK": "0", "WORLD_SIZE": "1"} if ranks == 1 else {}),
+            ),
         )
     kill = _killer(process)
     session.interrupts.last_words.append(kill)
@@ -195,13 +200,13 @@ def _refuse_other(out: Path, spec: Any, dataset_id: str, *, fresh: bool) -> None
     path = out / "train.json"
     if fresh or not path.exists():
         return
-    from exitwave.train.spec import spec_difference
+    from exitwave.train.spec import spec_difference, with_defaults
 
     try:
         before = json.loads(path.read_text())
     except ValueError:
         return  # the ranks will say what is wrong with it
-    difference = spec_difference(before.get("spec", {}), spec.canonical())
+    difference = spec_difference(with_defaults(before.get("spec", {})), spec.canonical())
     if before.get("dataset_id") != dataset_id:
         difference.insert(0, f"data set: {before.get('dataset_id')} -> {dataset_id}")
     if difference:

@@ -1,4 +1,4 @@
-"""The service's own OpenAPI, fuzzed: whatever fits the schema, and what does not, is answered without an error of ours."""
+"""The service's own OpenAPI, fuzzed: what fits the schema and what does not is answered without an error of ours."""
 
 from __future__ import annotations
 

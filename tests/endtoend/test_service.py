@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import resource
 import socket
 import threading
 import time
@@ -218,7 +219,6 @@ def raw(service, request: bytes, timeout=15.0) -> bytes:
         ("GET /healthz HTTP/1.1\r\nConnection: close\r\n\r\n", b"4"),
         ("GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"4"),
         ("GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + "a" * 100_000 + "\r\n\r\n", b"4"),
-        ("GET /healthz HTTP/1.1\r\nHost: localhost\r\nA: b\r\n c: d\r\n\r\n", b"4"),
         ("POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", b"4"),
         ("POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", b"4"),
         ("POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n", b"413"),
@@ -257,8 +257,10 @@ def test_a_body_of_100_MB_is_not_read(service):
 
 def test_connections_that_say_nothing_do_not_keep_others_out(service):
     quiet = []
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     try:
-        for _ in range(2000):
+        for _ in range(10_000):
             try:
                 quiet.append(socket.create_connection(("127.0.0.1", service.port), timeout=2))
             except OSError:
@@ -275,6 +277,7 @@ def test_connections_that_say_nothing_do_not_keep_others_out(service):
     finally:
         for connection in quiet:
             connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert service.get("/api/runs")["total"] >= 0
 
 

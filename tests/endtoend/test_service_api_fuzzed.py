@@ -10,10 +10,14 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("schemathesis")
+import line
 from service import Service
 
 
 def fuzz(service: Service, examples: int) -> subprocess.CompletedProcess[str]:
+    pipeline = line.write_pipeline(service.root.parent)
+    made = line.exitwave("simulate", pipeline, "--out", service.root / "my-run", "--cluster", "inline")
+    assert made.returncode == 0, made.stderr
     return subprocess.run(
         [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{service.address}/openapi.json"),

@@ -21,7 +21,9 @@ from exitwave.workflows.session import json_text
 
 __all__ = ["router"]
 
-RunId = Annotated[str, Path(min_length=1, max_length=310, description="As `GET /api/runs` names it.")]
+RunId = Annotated[
+    str, Path(min_length=1, max_length=310, description="As `GET /api/runs` names it.", examples=["my-run"])
+]
 
 
 class Submission(BaseModel):
@@ -48,8 +50,14 @@ class Said(BaseModel):
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Said, "description": "What came is no JSON."},
     401: {"model": Said, "description": "No token, or a wrong one."},
     404: {"model": Said, "description": "No such run."},
+}
+
+_TEXT: dict[int | str, dict[str, Any]] = {
+    **_ERRORS,
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
 }
 
 router = APIRouter()
@@ -89,7 +97,7 @@ async def list_runs(
     "/api/runs",
     tags=["runs"],
     status_code=201,
-    responses={401: _ERRORS[401], 409: {"model": Said}, 413: {"model": Said}, 422: {"model": Said}},
+    responses={400: _ERRORS[400], 401: _ERRORS[401], 409: {"model": Said}, 413: {"model": Said}, 422: {"model": Said}},
 )
 async def submit(request: Request, submission: Submission) -> Response:
     """Check a configuration, write it below the root, and start it."""
@@ -150,8 +158,8 @@ async def failures(request: Request, id: RunId) -> JSONResponse:
         raise _missing(id) from None
 
 
-@router.get("/api/runs/{id}/log", tags=["runs"], responses=_ERRORS, response_class=PlainTextResponse)
-async def log(request: Request, id: RunId) -> PlainTextResponse:
+@router.get("/api/runs/{id}/log", tags=["runs"], responses=_TEXT)
+async def log(request: Request, id: RunId) -> Response:
     """The end of what its processes printed, where the service started them."""
     try:
         return PlainTextResponse(await asyncio.to_thread(_runs(request).log, id))

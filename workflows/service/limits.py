@@ -63,7 +63,7 @@ class Limits:
         if any(not size.isdigit() or int(size) > self._most for size in sizes):
             await _refuse(send, 413, f"at most {self._most} bytes are taken")
             return
-        counted = 0
+        counted, started = 0, False
 
         async def receive_some() -> Message:
             nonlocal counted
@@ -71,13 +71,13 @@ class Limits:
             if message["type"] == "http.request":
                 counted += len(message.get("body", b""))
                 if counted > self._most:
-                    raise _TooLargeError
+                    return {"type": "http.disconnect"}
             return message
-
-        started = False
 
         async def send_safely(message: Message) -> None:
             nonlocal started
+            if counted > self._most and not started:
+                return  # whatever it makes of half a body
             if message["type"] == "http.response.start":
                 started = True
                 own = {name for name, _ in message.get("headers", ())}
@@ -86,13 +86,11 @@ class Limits:
 
         try:
             await self._app(scope, receive_some, send_safely)
-        except _TooLargeError:
-            if not started:
-                await _refuse(send, 413, f"at most {self._most} bytes are taken")
-
-
-class _TooLargeError(Exception):
-    pass
+        except Exception:
+            if counted <= self._most:
+                raise
+        if counted > self._most and not started:
+            await _refuse(send, 413, f"at most {self._most} bytes are taken")
 
 
 def _name(host: bytes) -> str:

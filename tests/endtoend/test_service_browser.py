@@ -94,7 +94,7 @@ def story(service: Service, driver: Any, configuration: str, name: str, shots: P
 
     wait(lambda: committed() > 0, 120)
     shot(driver, shots, "running-1600")
-    wait(lambda: len(seen) > 2, 120)
+    wait(lambda: committed() > 0 and len(seen) > 1, 120)
     click(driver, "[data-command=cancel]")
     wait(lambda: text_of(driver, "[data-fact=state]") == "stopped")
     click(driver, "[data-command=resume]")

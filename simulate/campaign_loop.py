@@ -313,7 +313,9 @@ class CampaignLoop:
                 why = f"its worker has said nothing for {seconds:.0f} s; the limit is {self.limits.seconds:g} s"
                 task = self.running.pop(key)
                 self._fail(task, Failure(state="timeout", why=why, seconds=seconds, certain=False))
-        if not running and time.monotonic() - self.heard > self.patience.silence_s:
+        if self.cluster.queued:
+            self.heard = time.monotonic()
+        elif not running and time.monotonic() - self.heard > self.patience.silence_s:
             self._hand_out_anew()
 
     def _hand_out_anew(self) -> None:

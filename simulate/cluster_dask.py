@@ -39,7 +39,7 @@ class DaskCluster:
     dashboard_link: str | None = None
     own_group = False
     patience_s = 600.0
-    margin_s = 0.0
+    margin_s = 60.0
 
     def __init__(self) -> None:
         self._client: Any = None
@@ -79,6 +79,10 @@ class DaskCluster:
     def running(self) -> Mapping[str, float]:
         now = time.monotonic()
         return {key: now - since for key, since in self._seen.items()}
+
+    @property
+    def queued(self) -> bool:
+        return False
 
     def start(self, simulator: str) -> None:
         self._launch()

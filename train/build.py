@@ -148,6 +148,7 @@ def build(
         samples=len(dataset),
         batch=spec.batch,
         world_size=ranks.info.world_size,
+        mesh=f"{plan.size}x{ranks.info.world_size // plan.size}",
         parameters=count_parameters(module),
         flops_a_sample=flops,
         peak_flops_per_s=peak,

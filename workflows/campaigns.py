@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from exitwave.workflows.config import (
     load_document,
     validate,
 )
-from exitwave.workflows.pipeline_spec import read_sections
+from exitwave.workflows.pipeline_spec import ClusterSection, read_sections
 from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.rejections import rejected_structures
 from exitwave.workflows.session import Session
+from exitwave.workflows.slurm import slurm_script
 
 __all__ = [
     "Planned",
@@ -51,12 +52,19 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A campaign that was read, checked and planned. `cluster` and `workers` are what a pipeline file says."""
+    """A campaign that was read, checked and planned. `section` is what a pipeline file says of the cluster."""
 
     spec: CampaignSpec | ParametricSpec
     plan: Plan | ParametricPlan
-    cluster: str = "local"
-    workers: int | None = None
+    section: ClusterSection = field(default_factory=ClusterSection)
+
+    @property
+    def cluster(self) -> str:
+        return self.section.kind
+
+    @property
+    def workers(self) -> int | None:
+        return self.section.workers
 
 
 def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session | None = None) -> Planned:
@@ -78,7 +86,7 @@ def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session
     sections = read_sections(document, overrides, "campaign")
     assert sections.campaign is not None
     planned = plan_campaign(document, sections.campaign, ("campaign",), session=session)
-    return dataclasses.replace(planned, cluster=sections.cluster.kind, workers=sections.cluster.workers)
+    return dataclasses.replace(planned, section=sections.cluster)
 
 
 def is_parametric(data: Any) -> bool:
@@ -186,6 +194,8 @@ def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[s
             f"{n} workers need about {human_bytes(n * plan.memory_per_worker_bytes)} of memory, this machine has "
             f"{human_bytes(memory)}: --workers {fit}, a coarser grid.sampling_A or a smaller cell.min_extent_A"
         )
+    if (script := slurm_script(planned.section, name=planned.plan.name, out=out, workers=workers)) is not None:
+        document["slurm_script"] = script
     return {**document, "free_bytes": free}
 
 
@@ -236,11 +246,17 @@ def run_planned(
     from exitwave.simulate.campaign import run_campaign
     from exitwave.simulate.cluster import make_cluster
 
-    n = None if cluster != "local" else workers or default_workers()
-    made = make_cluster(cluster, workers=n)
+    n = workers or default_workers() if cluster == "local" else workers
+    if cluster not in ("local", "inline", "slurm", "cuda"):
+        n = None
+    made = make_cluster(
+        cluster, workers=n, slurm=planned.section.slurm, tls=planned.section.tls, log_folder=dataset / ".slurm"
+    )
     before = _committed_samples(planned.plan, dataset)
     if cluster == "local" and before < planned.plan.n_samples:
         session.note(f"starting {n} worker{'s' * (n != 1)} …")
+    elif cluster == "slurm" and before < planned.plan.n_samples:
+        session.note(f"asking Slurm for {made.n_workers} worker{'s' * (made.n_workers != 1)} …")
     elif cluster != "inline" and before < planned.plan.n_samples:
         session.note(f"connecting to {cluster} …")
 

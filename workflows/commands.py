@@ -59,8 +59,9 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="KIND",
-        help="Where tasks run: local (worker processes on this machine; the default), inline (in this process), or the "
-        "address of a running Dask scheduler, tcp://HOST:PORT.",
+        help="Where tasks run: local (worker processes on this machine; the default), inline (in this process), slurm "
+        "(workers in jobs), slurm-allocation (under srun), cuda (one worker a GPU), or the address of a running Dask "
+        "scheduler, tcp://HOST:PORT or tls://HOST:PORT. More in a file's `cluster:` section; see docs/slurm.md.",
     ),
 ]
 Workers = Annotated[

@@ -62,14 +62,14 @@ def train_with_ranks(
     from exitwave.workflows.train_config import read_training
 
     training = read_training(config, overrides)
-    n = ranks or training.ranks or 1
-    check_mesh(mesh, n)
+    shape = check_mesh(mesh, ranks)
+    n = ranks or (shape[0] * shape[1] if shape is not None else training.ranks or 1)
     data = find_dataset(data)
     with locked(out):
         with session.progress() as feed:
             start_ranks(
                 session, training.spec, data, out,
-                ranks=n, cache=cache, cache_capacity=cache_capacity, fresh=fresh, feed=feed,
+                ranks=n, cache=cache, cache_capacity=cache_capacity, mesh=mesh, fresh=fresh, feed=feed,
             )  # fmt: skip
         return training_document(out)
 
@@ -114,6 +114,7 @@ def start_ranks(
     ranks: int,
     cache: Path | None,
     cache_capacity: int | None = None,
+    mesh: str = "auto",
     fresh: bool,
     feed: Callable[[Mapping[str, Any]], None],
 ) -> None:
@@ -134,6 +135,8 @@ def start_ranks(
         arguments += ["--cache", str(cache)]
     if cache_capacity is not None:
         arguments += ["--cache-capacity", str(cache_capacity)]
+    if mesh != "auto":
+        arguments += ["--mesh", mesh]
     if fresh:
         arguments += ["--fresh"]
     events = out / "events.jsonl"

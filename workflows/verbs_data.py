@@ -98,6 +98,8 @@ def plan(
     "campaign on it is "
     "refused with the difference. The first Ctrl-C finishes the shards in hand, the second stops at once; both resume.",
     example="exitwave simulate quickstart.yaml --out data/quick --workers 2\n"
+    "exitwave simulate quickstart.yaml --out data/quick --cluster slurm --workers 64 "
+    '--set cluster.slurm.walltime="04:00:00"\n'
     "exitwave simulate quickstart.yaml --out data/one --cluster inline --set samples_per_structure=1",
     then="`exitwave status DATASET` (also from another terminal while it runs), `exitwave verify DATASET`, "
     "`exitwave train TRAIN.yaml --data DATASET --out RUN`.",
@@ -124,8 +126,12 @@ def simulate(
     from exitwave.simulate.parametric import ParametricSpec
     from exitwave.workflows.campaigns import crystal_plan, exit_code_of, read_campaign, simulate_campaign
     from exitwave.workflows.preview import write_preview
+    from exitwave.workflows.slurm import cluster_of_task
 
-    with open_session(json=json, quiet=quiet) as session:
+    with (
+        open_session(json=json, quiet=quiet) as session,
+        cluster_of_task(cluster, campaign, overrides or (), out) as cluster,
+    ):
         planned = read_campaign(campaign, overrides or (), session=session)
         shown = out.absolute().with_name(f"{out.absolute().name}-preview.html")
         if preview:

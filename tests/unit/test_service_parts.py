@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from pathlib import Path
 
@@ -69,13 +68,13 @@ def test_a_wrong_token_takes_as_long_however_much_of_it_is_right():
     access = Access("a" * 43)
 
     def seconds(presented: str) -> float:
-        begun = time.perf_counter()
+        begun = time.process_time()  # of this process: others on the machine do not count
         for _ in range(2000):
             access.is_token(presented)
-        return time.perf_counter() - begun
+        return time.process_time() - begun
 
-    rounds = [(seconds("b" * 43), seconds("a" * 42 + "b")) for _ in range(15)]
-    far, near = (statistics.median(column) for column in zip(*rounds, strict=True))
+    rounds = [(seconds("b" * 43), seconds("a" * 42 + "b")) for _ in range(25)]
+    far, near = (min(column) for column in zip(*rounds, strict=True))
     assert 0.7 < far / near < 1.4
 
 

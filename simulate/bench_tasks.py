@@ -29,8 +29,9 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.schema import PARAMS_DTYPE, FieldSpec
+from exitwave.simulate.attempts import Patience
 from exitwave.simulate.campaign_files import EVENTS_NAME, lay_out, make_folder
-from exitwave.simulate.campaign_loop import CampaignLoop, Patience
+from exitwave.simulate.campaign_loop import CampaignLoop
 from exitwave.simulate.cluster import make_cluster
 from exitwave.simulate.lease import Lease
 from exitwave.simulate.live import LiveStatus
@@ -88,6 +89,9 @@ class _Task:
     @property
     def compression(self) -> str:
         return ""
+
+    def uids(self) -> tuple[int, ...]:
+        return ()
 
     def estimated_seconds(self) -> float:
         return 0.0

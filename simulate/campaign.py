@@ -20,15 +20,16 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import sweep_parts
 from exitwave.ingest.manifest import MANIFEST_NAME, ManifestWriter
+from exitwave.simulate.attempts import Patience
 from exitwave.simulate.campaign_files import (
     EVENTS_NAME,
     disk_shortage,
+    fit_to,
     lay_out,
     make_folder,
-    refuse_other_campaign,
     take_back,
 )
-from exitwave.simulate.campaign_loop import CampaignLoop, CampaignResult, Listener, Patience
+from exitwave.simulate.campaign_loop import CampaignLoop, CampaignResult, Listener
 from exitwave.simulate.cluster import Cluster
 from exitwave.simulate.lease import Lease
 from exitwave.simulate.live import LiveStatus
@@ -52,7 +53,7 @@ def run_campaign(
     (`stop` was set, or the disk is full; the same call resumes). Failed tasks do not raise: see the result.
     """
     make_folder(dataset)
-    refuse_other_campaign(plan, dataset)
+    plan = fit_to(plan, dataset)
     with Lease(dataset) as lease:
         fresh = not (dataset / MANIFEST_NAME).exists()
         lay_out(plan, dataset)

@@ -21,8 +21,9 @@ from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.records import PublishedShard
-from exitwave.simulate.attempts import CLASSES, Failure, History, overdue_s, replay_histories
+from exitwave.simulate.attempts import CLASSES, Failure, History, Patience, overdue_s, replay_histories
 from exitwave.simulate.campaign_files import EVENTS_NAME, plan_rows, size
+from exitwave.simulate.campaign_resume import take_out_lost
 from exitwave.simulate.cluster import Cluster, Outcome
 from exitwave.simulate.commands import Command, read_commands
 from exitwave.simulate.lease import Lease
@@ -32,7 +33,7 @@ from exitwave.simulate.work import CampaignPlan, CampaignTask
 from exitwave.simulate.worker import run_guarded, run_task
 from exitwave.simulate.worker_guard import Limits
 
-__all__ = ["CampaignLoop", "CampaignResult", "Listener", "Patience"]
+__all__ = ["CampaignLoop", "CampaignResult", "Listener"]
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -52,21 +53,6 @@ class CampaignResult:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long a campaign waits for what. Seconds, and bytes of memory.
-
-    `task_s`: one task; by default 30 times what the longest should need, at least ten minutes. `task_memory_bytes`: one
-    task; 0 for what its worker may use. `drain_s`: for what runs after a request to stop. `silence_s`: without a word
-    from a cluster on which nothing runs; then the tasks are handed out anew.
-    """
-
-    task_s: float | None = None
-    task_memory_bytes: int = 0
-    drain_s: float = 30.0
-    silence_s: float = 600.0
-
-
 class CampaignLoop:
     """One run of the loop; its attributes are the loop's state."""
 
@@ -83,6 +69,7 @@ class CampaignLoop:
     ) -> None:
         self.plan, self.dataset, self.cluster, self.log, self.manifest = plan, dataset, cluster, log, manifest
         self.stop, self.patience, self.lease = stop, patience, lease
+        self.lost = take_out_lost(dataset, manifest)
         committed = {shard.shard_id: shard.nbytes for shard in manifest.manifest.shards}
         self.done = [t for t in plan.tasks if t.shard_id in committed]
         self.bytes = sum(committed.get(t.shard_id, 0) for t in self.done)
@@ -125,6 +112,7 @@ class CampaignLoop:
             result = self._result(began)
             told = {"committed": result.committed, "failed": result.failed, "samples": result.samples}
             self.log.emit("campaign_finished", **told)
+            self._sweep()
             return result
         except InterruptedRunError as error:
             with contextlib.suppress(InterruptedRunError):  # a full disk also refuses this line
@@ -155,6 +143,8 @@ class CampaignLoop:
             epoch=self.lease.epoch,
             host=socket.gethostname(),
         )
+        for shard_id, why in self.lost:
+            self.log.emit("shard_lost", shard_id=shard_id, why=why)
         for row in self.plan.rejected:
             self.log.emit("structure_rejected", source=row.source, why=row.why)
 
@@ -194,6 +184,11 @@ class CampaignLoop:
             seconds=time.monotonic() - began,
         )
 
+    def _sweep(self) -> None:
+        """At the end nobody needs what is half-written, on whatever host that was: its shard is there or has failed."""
+        for path in (self.dataset / "shards" / ".part").glob(".*.part"):
+            path.unlink(missing_ok=True)
+
     # --- one task
 
     def _begin(self) -> list[CampaignTask]:
@@ -219,6 +214,7 @@ class CampaignLoop:
         task = self.running.pop(outcome.key, None)
         if task is None:
             return
+        self.lease.check()
         if outcome.kind == "ok" and "failed" not in outcome.result:
             self._commit(task, outcome.result)
             return
@@ -239,7 +235,6 @@ class CampaignLoop:
     def _commit(self, task: CampaignTask, receipt: Mapping[str, Any]) -> None:
         published = PublishedShard.from_json(receipt["published"])
         producer = receipt["producer"]
-        self.lease.check()
         try:
             self.manifest.commit(published, split=task.split, producer=producer)
         except DamagedDataError as error:  # it is not there, or not as long, as the worker said

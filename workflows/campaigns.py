@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from exitwave.ingest.errors import UsageError
+from exitwave.simulate.attempts import Patience
 from exitwave.simulate.parametric import ParametricPlan, ParametricSpec, make_parametric_plan
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.simulate.spec import CampaignSpec
@@ -25,6 +26,7 @@ from exitwave.workflows.config import (
     dotted,
     is_pipeline,
     load_document,
+    parse_bytes,
     validate,
 )
 from exitwave.workflows.pipeline_spec import ClusterSection, read_sections
@@ -40,9 +42,11 @@ __all__ = [
     "default_workers",
     "estimated_document",
     "exit_code_of",
+    "patience_of",
     "plan_campaign",
     "plan_document",
     "read_campaign",
+    "resume_document",
     "run_planned",
     "simulate_campaign",
     "tell_warnings",
@@ -237,6 +241,14 @@ def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[s
     return {**document, "free_bytes": free}
 
 
+def resume_document(planned: Planned, out: Path) -> dict[str, Any] | None:
+    """What is left on a data set that exists, and why anything would run again; UsageError where it is another's."""
+    from exitwave.simulate.campaign_files import fit_to
+    from exitwave.simulate.campaign_resume import what_is_left
+
+    return what_is_left(fit_to(planned.plan, out), out)
+
+
 def _existing(path: Path) -> Path:
     path = path.absolute()
     while not path.exists():
@@ -244,8 +256,20 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def patience_of(task_timeout: float | None, task_memory: str | None) -> Patience:
+    """What --task-timeout and --task-memory say."""
+    memory = 0 if task_memory is None else parse_bytes(task_memory, "--task-memory")
+    return Patience(task_s=task_timeout, task_memory_bytes=memory)
+
+
 def simulate_campaign(
-    session: Session, planned: Planned, out: Path, *, cluster: str | None, workers: int | None
+    session: Session,
+    planned: Planned,
+    out: Path,
+    *,
+    cluster: str | None,
+    workers: int | None,
+    patience: Patience | None = None,
 ) -> dict[str, Any]:
     """Run it into `out`; returns what came of it."""
     from exitwave.workflows.launch import make_folder
@@ -254,7 +278,13 @@ def simulate_campaign(
     tell_warnings(session, planned)
     with session.progress() as feed:
         result = run_planned(
-            session, planned, out, cluster=cluster or planned.cluster, workers=workers or planned.workers, feed=feed
+            session,
+            planned,
+            out,
+            cluster=cluster or planned.cluster,
+            workers=workers or planned.workers,
+            feed=feed,
+            patience=patience,
         )
     document = as_document(result)
     document["dataset"] = str(out)
@@ -279,6 +309,7 @@ def run_planned(
     cluster: str,
     workers: int | None,
     feed: Callable[[Mapping[str, Any]], None],
+    patience: Patience | None = None,
 ) -> Any:
     """Run the campaign on a cluster made for it; a CampaignResult."""
     from exitwave.simulate.campaign import run_campaign
@@ -304,7 +335,7 @@ def run_planned(
         feed({**event, "committed_samples": before} if event["kind"] == "campaign_started" else event)
 
     with session.finishing("the shards in hand"):
-        return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop)
+        return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop, patience=patience)
 
 
 def _workers_line(event: Mapping[str, Any]) -> str:

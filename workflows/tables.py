@@ -67,6 +67,9 @@ def plan_table(document: Row) -> Group:
         fits = "" if row["fits"] else ", more than the local disk holds"
         told = f"{human_seconds(row['seconds'])} on {row['nodes']} nodes, {row['GB_per_node']:g} GB each{fits}"
         rows.append(("staging", told))
+    if (resume := document.get("resume")) is not None:
+        rows.append(("there", f"{resume['committed']} shards are committed, {resume['left']} are left to run"))
+        rows += [("again", f"{count} shard{'s' * (count != 1)}: {why}") for why, count in resume["reasons"].items()]
     script = [Text(""), Text(document["slurm_script"].rstrip())] if document.get("slurm_script") else []
     return Group(_pairs(rows), *_rejections(document["rejected"]), *script)
 

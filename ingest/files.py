@@ -231,6 +231,20 @@ class FileLock:
             os.close(self._fd)
             self._fd = None
 
+    def is_held(self) -> bool:
+        """Whether anybody holds it now. Takes a shared lock for a moment, which writes nothing."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
     def holder(self) -> str:
         """Host and process of the last holder, as it wrote them; "unknown" when it did not."""
         with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ from exitwave.simulate.tasks import (
     shard_id_of,
 )
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "make_plan", "prepare_crystal"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def make_plan(spec: CampaignSpec, *, base_dir: Path, feed: Feed = _tell_nobody) 
         if isinstance(crystal, Rejected):
             rejected.append(crystal)
             continue
-        for outcome in _prepare(crystal, spec):
+        for outcome in prepare_crystal(crystal, spec):
             if isinstance(outcome, Rejected):
                 rejected.append(outcome)
             elif (outcome.key, outcome.zone_axis) in known:
@@ -186,7 +186,7 @@ def _reasons(rejected: list[Rejected]) -> str:
     return "; ".join(rows) + more
 
 
-def _prepare(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | Rejected]:
+def prepare_crystal(crystal: Crystal, spec: CampaignSpec) -> Iterator[StructureSpec | Rejected]:
     """A crystal as one StructureSpec per zone axis, or the reasons against it."""
     reason = check_crystal(crystal)
     if reason is not None:

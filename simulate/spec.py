@@ -75,7 +75,10 @@ class StrongestAxes(StrictModel):
 
 
 class StructureSource(StrictModel):
-    """One entry of `structures`: exactly one of library, cif, prototype, ase_db, builder."""
+    """One entry of `structures`: exactly one of library, cif, prototype, ase_db, builder, index.
+
+    An `index` is a file of crystals that somebody has read and judged already (`structures/index.py`).
+    """
 
     library: tuple[str, ...] | None = None
     cif: str | tuple[str, ...] | None = None
@@ -86,6 +89,7 @@ class StructureSource(StrictModel):
     ase_db: str | None = None
     select: str = ""
     builder: BuilderCall | None = None
+    index: str | None = None
     zone_axes: ZoneAxes | StrongestAxes = ((0, 0, 1),)
     split: Literal["train", "val", "test"] | None = None
     # A file with places that are occupied in part is no crystal: rejected, or a seeded supercell with edges of at least
@@ -113,10 +117,11 @@ class StructureSource(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> StructureSource:
-        given = [k for k in ("library", "cif", "prototype", "ase_db", "builder") if getattr(self, k) is not None]
+        kinds = ("library", "cif", "prototype", "ase_db", "builder", "index")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
         if len(given) != 1:
             came = ", ".join(given) or "none"
-            raise ValueError(f"exactly one of library, cif, prototype, ase_db, builder expected, came {came}")
+            raise ValueError(f"exactly one of {', '.join(kinds)} expected, came {came}")
         if self.prototype is not None and (self.a_A is None or not self.elements):
             raise ValueError("a prototype needs `elements` and `a_A` (the lattice parameter in Å)")
         if self.prototype is None and (self.a_A is not None or self.c_A is not None or self.elements):
@@ -465,6 +470,23 @@ class Recipe(StrictModel):
 MAX_SAMPLES = 1_000_000
 
 
+class CostSpec(StrictModel):
+    """What is known of a large campaign's costs, so that `plan` need not measure and need not draw every sample.
+
+    `us_per_probe_slice`: microseconds of one core for one probe through one slice on a grid of `grid` points squared;
+    other grids count by their points. Staging: gigabytes a second that the shared file system gives to all nodes
+    together, that one node takes in, and the gigabytes that a node's local disk holds, for each number of `nodes`.
+    """
+
+    us_per_probe_slice: float = Field(gt=0, le=1e9)
+    grid: int = Field(default=512, ge=16, le=8192)
+    shared_GB_per_s: float = Field(default=100.0, gt=0)
+    node_GB_per_s: float = Field(default=2.0, gt=0)
+    node_disk_GB: float = Field(default=1600.0, gt=0)
+    nodes: tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...] = (64, 256, 1024, 4096)
+    drawn: int = Field(default=500, ge=10, le=20_000)
+
+
 class CampaignSpec(Recipe):
     """A whole campaign: a recipe, the structures it is applied to, how many samples of each, and the splits.
 
@@ -477,6 +499,7 @@ class CampaignSpec(Recipe):
     samples_per_structure: int = Field(default=16, ge=1, le=MAX_SAMPLES)
     samples_per_shard: int = Field(default=16, ge=1, le=100_000)
     simulator: Literal["auto", "fast", "smatrix", "bloch", "abtem", "weak-phase"] = "auto"
+    cost: CostSpec | None = None
 
     @model_validator(mode="after")
     def _reflections_where_needed(self) -> CampaignSpec:

@@ -40,6 +40,7 @@ __all__ = [
     "as_document",
     "crystal_plan",
     "default_workers",
+    "estimated_document",
     "exit_code_of",
     "patience_of",
     "plan_campaign",
@@ -91,6 +92,43 @@ def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session
     assert sections.campaign is not None
     planned = plan_campaign(document, sections.campaign, ("campaign",), session=session)
     return dataclasses.replace(planned, section=sections.cluster)
+
+
+def estimated_document(
+    path: Path, overrides: Sequence[str], *, out: Path | None, workers: int | None
+) -> dict[str, Any] | None:
+    """The `plan` document of a campaign that says its cost and takes its structures from an index, made without drawing
+    every sample; None for any other campaign. UsageError where `out` is given and has no room.
+    """
+    from exitwave.simulate.estimate import can_estimate, estimate_campaign
+
+    document = load_document(path)
+    piped = is_pipeline(document)
+    if is_parametric(document.data.get("campaign") if piped else document.data):
+        return None
+    section = ClusterSection()
+    if piped:
+        sections = read_sections(document, overrides, "campaign")
+        assert sections.campaign is not None
+        spec, section = sections.campaign, sections.cluster
+    else:
+        apply_overrides(document, overrides)
+        spec = validate(document, CampaignSpec)
+    if not can_estimate(spec):
+        return None
+    try:
+        n = workers or section.workers or default_workers()
+        found = estimate_campaign(spec, base_dir=document.folder, workers=n)
+    except UsageError as error:
+        raise UsageError(_placed(document, ("campaign",) if piped else (), str(error))) from None
+    free = shutil.disk_usage(_existing(out or Path())).free
+    if found["bytes"] > free:
+        short = f"{human_bytes(found['bytes'])} needed, {human_bytes(free)} free in {_existing(out or Path())}"
+        if out is not None:
+            raise UsageError(f"{out}: no room for the data set: {short}.")
+        found["warnings"].append(f"no room here: {short}; --out DATASET names the disk that it is for")
+    script = slurm_script(section, name=spec.name, out=out or Path(spec.name), workers=workers)
+    return {**found, "free_bytes": free, **({"slurm_script": script} if script is not None else {})}
 
 
 def is_parametric(data: Any) -> bool:

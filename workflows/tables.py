@@ -56,12 +56,17 @@ def plan_table(document: Row) -> Group:
         ("size", f"{human_bytes(document['bytes'])}" + _free(document)),
     ]
     if document.get("core_hours") is not None:
-        rows.append(("work", f"{document['core_hours']:.3g} core-hours"))
+        error = f" ± {document['core_hours_error']:.2g}" if document.get("core_hours_error") else ""
+        rows.append(("work", f"{document['core_hours']:.3g}{error} core-hours"))
     if document.get("eta_s") is not None:
         workers = f" on {document['workers']} workers" if document.get("workers") else ""
         rows.append(("duration", f"about {human_seconds(document['eta_s'])}{workers}"))
     if document.get("memory_per_worker_bytes"):
         rows.append(("memory", f"{human_bytes(document['memory_per_worker_bytes'])} a worker"))
+    for row in document.get("staging") or ():
+        fits = "" if row["fits"] else ", more than the local disk holds"
+        told = f"{human_seconds(row['seconds'])} on {row['nodes']} nodes, {row['GB_per_node']:g} GB each{fits}"
+        rows.append(("staging", told))
     if (resume := document.get("resume")) is not None:
         rows.append(("there", f"{resume['committed']} shards are committed, {resume['left']} are left to run"))
         rows += [("again", f"{count} shard{'s' * (count != 1)}: {why}") for why, count in resume["reasons"].items()]

@@ -85,11 +85,24 @@ def plan(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.campaigns import crystal_plan, plan_document, read_campaign, resume_document, tell_warnings
+    from exitwave.workflows.campaigns import (
+        crystal_plan,
+        estimated_document,
+        plan_document,
+        read_campaign,
+        resume_document,
+        tell_warnings,
+    )
     from exitwave.workflows.preview import write_preview
     from exitwave.workflows.tables import plan_table
 
     with open_session(json=json, quiet=quiet) as session:
+        estimate = estimated_document(campaign, overrides or (), out=out, workers=workers) if report is None else None
+        if estimate is not None:
+            for text in () if json else estimate["warnings"]:
+                session.note(f"note: {text}")
+            session.result(estimate, lambda: plan_table(estimate))
+            return
         planned = read_campaign(campaign, overrides or (), session=session)
         crystals = crystal_plan(planned, "--report") if report is not None else None
         tell_warnings(session, planned)

@@ -90,6 +90,8 @@ def _read_source(source: StructureSource, base_dir: Path, seed: int, where: str)
         yield _computed(source, atoms, label)
     elif source.ase_db is not None:
         yield from _read_database(source, base_dir, where)
+    elif source.index is not None:
+        yield from _read_index(source, base_dir, where)
     elif source.builder is not None:
         yield _computed(source, _call_builder(source, where), f"builder:{_canonical(source.builder.model_dump())}")
 
@@ -198,6 +200,14 @@ def _read_database(source: StructureSource, base_dir: Path, where: str) -> Itera
         content = [atoms.numbers.tolist(), atoms.cell.tolist(), atoms.positions.tolist(), atoms.pbc.tolist()]
         key = hashlib.sha256(_canonical(content).encode()).hexdigest()
         yield _crystal(source, atoms, f"ase_db:{path.name}#{row.id}", "as stated by the database", key)
+
+
+def _read_index(source: StructureSource, base_dir: Path, where: str) -> Iterator[Crystal | Rejected]:
+    from exitwave.simulate.structures.index import read_index
+
+    path = _path(base_dir, source.index or "", f"{where}.index")
+    for line in read_index(path, where=f"{where}.index"):
+        yield _crystal(source, line.atoms(), line.source, line.licence, line.key)
 
 
 def _call_builder(source: StructureSource, where: str) -> Any:

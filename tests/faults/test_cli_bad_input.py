@@ -186,7 +186,13 @@ def test_a_full_disk_in_mid_run_is_resumable(small_disk: Path, tmp_path: Path) -
     assert len({e["shard_id"] for e in before}) == len(before) == 16
 
 
-@pytest.mark.parametrize("left_B", [120_000, 20_000], ids=["for-half-a-checkpoint", "for-next-to-nothing"])
+@pytest.mark.parametrize(
+    "left_B",
+    [
+        pytest.param(120_000, id="for-half-a-checkpoint", marks=pytest.mark.long),
+        pytest.param(20_000, id="for-next-to-nothing"),
+    ],
+)
 def test_a_full_disk_in_training_is_resumable(
     dataset: tuple[Path, Path], small_disk: Path, tmp_path: Path, left_B: int
 ) -> None:

@@ -39,7 +39,7 @@ def gone(run: Path) -> bool:
     return processes_naming(run / "dataset") == [] and processes_naming(run / "train") == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_interrupted_in_each_part_the_line_goes_on(number: signal.Signals, tmp_path: Path) -> None:
     path, run, log = write_pipeline(tmp_path, ("steps: 12", "steps: 40")), tmp_path / "run", tmp_path / "log"
     steps: list[int] = []

@@ -97,6 +97,7 @@ def test_torchrun_restarts_the_ranks_and_they_resume(data, undisturbed, tmp_path
     assert np.allclose(_curve(out), undisturbed, rtol=1e-4, atol=0)
 
 
+@pytest.mark.long
 def test_resumes_on_another_number_of_ranks(data, undisturbed, tmp_path):
     out = tmp_path / "run"
     code, output = train_launch.launch(2, spec=SPEC, data=data, out=out, kill={"rank": 1, "step": 14})

@@ -21,7 +21,11 @@ def data(tmp_path_factory):
     return train_data.make_dataset(tmp_path_factory.mktemp("data") / "set", train=2, val=1, test=1, per_material=12)
 
 
-@pytest.mark.parametrize("clip", [1.0, pytest.param(None, marks=pytest.mark.long)], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize(
+    "clip",
+    [pytest.param(1.0, marks=pytest.mark.long), pytest.param(None, marks=pytest.mark.long)],
+    ids=["clipped", "unclipped"],
+)
 def test_a_killed_step_mode_training_goes_on_with_another_number_of_ranks(data, tmp_path, clip):
     base = {**SPEC, "optimizer": {**SPEC["optimizer"], "clip": clip}}
     spec = {**base, "engine": {**base["engine"], "overlap": "step", "grouping": "bytes:0.01"}}

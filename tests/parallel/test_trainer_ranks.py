@@ -51,8 +51,16 @@ def test_another_seed_is_another_training(data, one_rank, tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "engine"),
-    [(2, {}), (3, {}), (2, {"grouping": "layer-blocks", "protocol": "bitvector"})],
-    ids=["2", "3", "2-layer-blocks-bitvector"],
+    [
+        pytest.param(2, {}, id="2", marks=pytest.mark.long),
+        pytest.param(3, {}, id="3"),
+        pytest.param(
+            2,
+            {"grouping": "layer-blocks", "protocol": "bitvector"},
+            id="2-layer-blocks-bitvector",
+            marks=pytest.mark.long,
+        ),
+    ],
 )
 def test_more_ranks_give_the_same_curve(data, one_rank, tmp_path, ranks, engine):
     spec = {**train_launch.SPEC, "engine": {**train_launch.SPEC["engine"], **engine}}
@@ -74,7 +82,7 @@ def one_rank_fp64(data, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_in_double_precision_the_curve_is_the_same_at_a_full_learning_rate(data, one_rank_fp64, tmp_path, ranks):
     """Nothing but rounding differs: at 53 bits of mantissa, 50 steps at a full learning rate agree far below 1e-4."""
     code, output = train_launch.launch(ranks, spec=train_launch.FP64_SPEC, data=data, out=tmp_path / "run")

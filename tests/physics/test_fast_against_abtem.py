@@ -265,7 +265,7 @@ def fan(count: int, projection: str = "infinite") -> list[SampleSpec]:
     ]
 
 
-@pytest.mark.parametrize("name", ["fast", "smatrix", "abtem"])
+@pytest.mark.parametrize("name", ["fast", "smatrix", pytest.param("abtem", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("count", "projection"), [(0, "infinite"), (2, "infinite"), (2, "finite")])
 def test_neighbours_that_share_a_pass_leave_each_other_s_bits_alone(name: str, count: int, projection: str) -> None:
     specs = fan(count, projection)

@@ -69,7 +69,10 @@ def check(what: str, case: tuple[Callable[[], Any], int], capsys: pytest.Capture
     assert found.orders == orders, "the search missed orders that can occur, or met others"
 
 
-@pytest.mark.parametrize("what", CASES)
+SLOW = ("coordinator, 3 ranks x 3 groups",)
+
+
+@pytest.mark.parametrize("what", [pytest.param(c, marks=pytest.mark.long) if c in SLOW else c for c in CASES])
 def test_every_interleaving_is_safe_and_live(what, capsys):
     check(what, CASES[what], capsys)
 

@@ -45,6 +45,7 @@ def test_a_long_campaign_gets_wisdom_once_and_a_short_one_none(tmp_path: Path) -
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
 
 
+@pytest.mark.long
 def test_every_process_plans_by_it_to_the_bit(tmp_path: Path) -> None:
     spec = sample(single_atom())
     folder = tmp_path / wisdom.FOLDER

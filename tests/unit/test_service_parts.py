@@ -1,0 +1,220 @@
+"""The service's decisions, without a server: tokens and sessions, what may be submitted, what a job's state means."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import line
+import pytest
+
+pytest.importorskip("fastapi")
+
+from exitwave.ingest.errors import UsageError
+from exitwave.workflows.service.access import SESSION_S, Access, load_token
+from exitwave.workflows.service.catalogue import find_place, scan
+from exitwave.workflows.service.jobs import Job, Jobs, judge
+from exitwave.workflows.service.submit import checked, write_new
+
+# ------------------------------------------------------------------------------------------------------------ access
+
+
+def test_the_token_is_made_once_for_its_owner_alone(tmp_path):
+    token = load_token(tmp_path / "token")
+    assert len(token) >= 40
+    assert load_token(tmp_path / "token") == token
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_token_that_others_can_read_is_refused(tmp_path):
+    load_token(tmp_path / "token")
+    (tmp_path / "token").chmod(0o644)
+    with pytest.raises(UsageError, match="0644"):
+        load_token(tmp_path / "token")
+
+
+def test_a_short_token_and_a_link_are_refused(tmp_path):
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    with pytest.raises(UsageError, match="32"):
+        load_token(tmp_path / "token")
+    (tmp_path / "other").symlink_to(tmp_path / "token")
+    with pytest.raises(OSError):
+        load_token(tmp_path / "other")
+
+
+def test_sessions_hold_until_they_end_and_for_this_token_only():
+    access = Access("a" * 43)
+    cookie = access.open_session(now=1000.0)
+    assert access.is_session(cookie, now=1000.0 + SESSION_S - 2)
+    assert not access.is_session(cookie, now=1000.0 + SESSION_S + 2)
+    assert not Access("b" * 43).is_session(cookie, now=1001.0)
+    later = f"{int(1e10)}.{cookie.split('.', 1)[1]}"
+    for forged in ("", ".", "..", "9999999999.x.", later, cookie[:-1], cookie + "0", "é" * 20):
+        assert not access.is_session(forged, now=1001.0)
+    assert access.is_csrf(cookie, access.csrf(cookie))
+    assert not access.is_csrf(cookie, access.csrf(access.open_session()))
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "Basic " + "a" * 43, "Bearer " + "a" * 42, "Bearer \udcff"]
+)
+def test_what_is_no_token(header):
+    assert not Access("a" * 43).is_bearer(header)
+
+
+def test_a_wrong_token_takes_as_long_however_much_of_it_is_right():
+    access = Access("a" * 43)
+
+    def seconds(presented: str) -> float:
+        begun = time.process_time()  # of this process: others on the machine do not count
+        for _ in range(2000):
+            access.is_token(presented)
+        return time.process_time() - begun
+
+    rounds = [(seconds("b" * 43), seconds("a" * 42 + "b")) for _ in range(25)]
+    far, near = (min(column) for column in zip(*rounds, strict=True))
+    assert 0.7 < far / near < 1.4
+
+
+# --------------------------------------------------------------------------------------------------------- catalogue
+
+
+def test_runs_are_found_by_looking_and_links_are_not_followed(tmp_path):
+    for name in ("root/a", "root/group/b/dataset", "root/.hidden", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "root/a/manifest.jsonl").touch()
+    (tmp_path / "root/group/b/pipeline.yaml").touch()
+    (tmp_path / "root/group/b/dataset/manifest.jsonl").touch()
+    (tmp_path / "root/.hidden/manifest.jsonl").touch()
+    (tmp_path / "outside/manifest.jsonl").touch()
+    (tmp_path / "root/link").symlink_to(tmp_path / "outside")
+    root = tmp_path / "root"
+    assert [(p.id, p.kind) for p in scan(root)] == [("a", "campaign"), ("group~b", "pipeline")]
+    found = find_place(root, "group~b")
+    assert found is not None and found.dataset == root / "group/b/dataset"
+    for id in ("link", "..", "..~outside", ".~a", "a~..~a", "group", "", "~", "a/../a", "/etc", "a\0", "x" * 5000):
+        assert find_place(root, id) is None, id
+
+
+# ---------------------------------------------------------------------------------------------------------- submit
+
+
+def test_a_pipeline_is_taken_and_written_once(tmp_path):
+    document = checked(line.PIPELINE, name="mine", root=tmp_path)
+    path = write_new(document, name="mine", root=tmp_path)
+    assert checked(path.read_text(), name="mine", root=tmp_path).data == document.data
+    with pytest.raises(UsageError, match="already"):
+        write_new(document, name="mine", root=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "a b", "x" * 101, "a\n", "ä"])
+def test_names_that_are_no_names(tmp_path, name):
+    with pytest.raises(UsageError, match="name"):
+        checked(line.PIPELINE, name=name, root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{cif: /etc/passwd}",
+        "{cif: ../secret.cif}",
+        "{cif: [a.cif, '~root/x.cif']}",
+        "{cif: link/*.cif}",
+        "{cif: 'http://example.org/a.cif'}",
+        "{ase_db: /var/lib/x.db}",
+        '{cif: "a\\0.cif"}',
+    ],
+)
+def test_paths_outside_the_root_are_refused(tmp_path, source):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to("/etc")
+    text = line.PIPELINE.replace("- library: [Au, Si]\n      split: train", f"- {source}")
+    with pytest.raises(UsageError, match="below the service's root"):
+        checked(text, name="mine", root=tmp_path / "root")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['true']",
+        "name: !!python/name:os.system",
+        "a: &a [x]\nb: *a",
+        "a: " + "[" * 5000,
+        "\x00",
+        "[1, 2]",
+        "",
+        "name: x\nsimulator: {use: 'os:system'}\nparameters: {}",
+        "name: x\nsimulator: {use: simulators/heat}\nparameters: {}",
+    ],
+)
+def test_what_is_no_configuration_is_one_message(tmp_path, text):
+    with pytest.raises(UsageError):
+        checked(text, name="mine", root=tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------------- jobs
+
+
+def job(**changes):
+    return Job(**{"id": "a", "arguments": ("run",), "started": 100.0, "starts": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("given", "alive", "code", "now", "state", "start"),
+    [
+        (job(started=0, starts=0), False, None, 101, "starting", True),
+        (job(), True, None, 101, "running", False),
+        (job(wanted="drain"), True, None, 101, "stopping", False),
+        (job(wanted="drain"), False, 75, 101, "stopped", False),
+        (job(wanted="cancel"), False, None, 101, "stopped", False),  # killed while it was stopping
+        (job(), False, 0, 101, "finished", False),
+        (job(wanted="drain"), False, 0, 101, "finished", False),  # it was over before it heard
+        (job(), False, 3, 101, "finished", False),
+        (job(), False, 2, 101, "failed", False),
+        (job(), False, 1, 101, "failed", False),
+        (job(), False, None, 101, "starting", False),  # it was started just now
+        (job(), False, None, 104, "waiting", False),  # killed
+        (job(), False, None, 106, "starting", True),
+        (job(), False, 75, 106, "starting", True),  # SIGTERM from elsewhere, or a full disk
+        (job(starts=3), False, 75, 119, "waiting", False),
+        (job(starts=3), False, 75, 121, "starting", True),
+        (job(starts=9), False, None, 1e6, "failed", False),
+    ],
+)
+def test_what_becomes_of_a_job(given, alive, code, now, state, start):
+    verdict = judge(given, alive=alive, code=code, now=now)
+    assert (verdict.state, verdict.start) == (state, start)
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_job_runs_once_however_often_it_is_started(tmp_path):
+    (tmp_path / "p.yaml").write_text("nonsense: 1\n")
+    jobs = Jobs(tmp_path, lambda id: "")
+    jobs.want("p", ["run", str(tmp_path / "p.yaml"), "--out", str(tmp_path / "p")])
+    jobs.reconcile()
+    another = Jobs(tmp_path, lambda id: "")  # a service that was killed and came again
+    another.reconcile()
+    until(lambda: another.verdict(another.all()["p"]).state == "failed")
+    assert "refused" in another.verdict(another.all()["p"]).why
+    assert "p.yaml" in another.log("p")
+    assert another.all()["p"].starts == 1
+
+
+def test_an_unreadable_job_harms_no_other(tmp_path):
+    jobs = Jobs(tmp_path, lambda id: "")
+    jobs.want("good", ["doctor"])
+    for name, text in (("torn", '{"id": "to'), ("wrong", '{"id": 3}'), ("other", '{"id": "x", "arguments": []}')):
+        folder = tmp_path / ".exitwave" / "jobs" / name
+        folder.mkdir()
+        (folder / "job.json").write_text(text)
+    os.mkdir(tmp_path / ".exitwave" / "jobs" / "empty")  # noqa: PTH102
+    assert list(jobs.all()) == ["good"]
+    assert Path(tmp_path / ".exitwave" / "jobs").stat().st_mode & 0o077 == 0

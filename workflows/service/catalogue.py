@@ -1,0 +1,92 @@
+"""What lies below the root: runs and data sets, by name. Nothing is remembered; folders are the truth.
+
+An id is the path below the root with `~` between its parts. Ids of requests are only ever looked up among those that a
+scan has found: no path is made of what a request says, so none can lead out. Links are not followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from exitwave.ingest.manifest import MANIFEST_NAME
+
+__all__ = ["NAME", "Kind", "Place", "find_place", "scan"]
+
+Kind = Literal["pipeline", "campaign", "training"]
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_DEPTH = 3  # folders of folders of runs
+_MOST = 10_000
+_MARKS: tuple[tuple[str, Kind], ...] = (
+    ("pipeline.yaml", "pipeline"),
+    ("train.json", "training"),
+    (MANIFEST_NAME, "campaign"),
+    ("campaign.yaml", "campaign"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One run on disk."""
+
+    id: str
+    path: Path
+    kind: Kind
+
+    @property
+    def dataset(self) -> Path | None:
+        """The data set that it has or is."""
+        return {"pipeline": self.path / "dataset", "campaign": self.path, "training": None}[self.kind]
+
+    @property
+    def training(self) -> Path | None:
+        """The folder of its training."""
+        return {"pipeline": self.path / "train", "campaign": None, "training": self.path}[self.kind]
+
+
+def scan(root: Path) -> list[Place]:
+    """All runs below `root`, by id. A run's own parts (its data set, its training) are not runs beside it."""
+    found = []
+    for place in _walk(root, (), _DEPTH):
+        found.append(place)
+        if len(found) == _MOST:
+            break
+    return sorted(found, key=lambda place: place.id)
+
+
+def _walk(folder: Path, parts: tuple[str, ...], depth: int) -> Iterator[Place]:
+    try:
+        with os.scandir(folder) as entries:
+            below = sorted(e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+    except OSError:
+        return
+    for name in below:
+        here = (*parts, name)
+        kind = _kind(folder / name)
+        if kind is not None:
+            yield Place(id="~".join(here), path=folder / name, kind=kind)
+        elif depth > 1:
+            yield from _walk(folder / name, here, depth - 1)
+
+
+def _kind(folder: Path) -> Kind | None:
+    return next((kind for mark, kind in _MARKS if (folder / mark).is_file()), None)
+
+
+def find_place(root: Path, id: str) -> Place | None:
+    """The run of that id, looked up and not composed. None where there is none."""
+    parts = id.split("~")
+    if len(parts) > _DEPTH or not all(NAME.fullmatch(part) for part in parts):
+        return None
+    folder = root
+    for part in parts:
+        folder = folder / part
+        if folder.is_symlink() or not folder.is_dir():
+            return None
+    kind = _kind(folder)
+    return None if kind is None else Place(id=id, path=folder, kind=kind)

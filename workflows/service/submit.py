@@ -1,0 +1,110 @@
+"""What may be submitted over the network: a configuration, checked before anything is written.
+
+YAML is read by the same reader as files are (no tags, places in messages). Paths in it are below the root, links
+included; a simulator given as a script or module is refused, since that would run a program of the sender's choice:
+install it, and name its entry point.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import UsageError
+from exitwave.workflows.campaigns import is_parametric
+from exitwave.workflows.config import Document, apply_overrides, dump_yaml, is_pipeline, parse_document, validate
+from exitwave.workflows.service.catalogue import NAME
+
+__all__ = ["arguments_for", "checked", "write_new"]
+
+_PATH_KEYS = ("cif", "ase_db", "index", "path", "data", "cache")
+
+
+def checked(text: str, *, name: str, root: Path) -> Document:
+    """The configuration, valid in itself. Raises UsageError naming line, column and key."""
+    if not NAME.fullmatch(name):
+        raise UsageError(f"name: {name!r}: expected letters, digits, '.', '_' and '-', at most 100, first no mark")
+    document = parse_document(text, source=f"{name}.yaml", folder=root)
+    apply_overrides(document, [])
+    for key, path in _paths(document.data):
+        _refuse_outside(path, key, document, root)
+    if is_pipeline(document):
+        from exitwave.workflows.pipeline_spec import PipelineSpec
+
+        validate(document, PipelineSpec)
+    elif is_parametric(document.data):
+        _refuse_program(document)
+    else:
+        from exitwave.simulate.spec import CampaignSpec
+
+        validate(document, CampaignSpec)
+    return document
+
+
+def _paths(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in _PATH_KEYS:
+                texts = inner if isinstance(inner, list) else [inner]
+                yield from (((*at, key), text) for text in texts if isinstance(text, str))
+            else:
+                yield from _paths(inner, (*at, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _paths(inner, (*at, number))
+
+
+def _refuse_outside(path: str, key: tuple[str | int, ...], document: Document, root: Path) -> None:
+    if not _is_inside(path, Path(os.path.realpath(root))):
+        where = ".".join(str(part) for part in key)
+        raise UsageError(
+            f"{document.place(key)}: {where}: {path!r}: expected a path below the service's root, written from there"
+        )
+
+
+def _is_inside(path: str, root: Path) -> bool:
+    """Neither the path as written, nor what stands before its first wildcard, nor any file found leads out."""
+    if "\0" in path or "://" in path or path.startswith("~") or ".." in Path(path).parts:
+        return False
+    found = glob.iglob(path, root_dir=root, recursive=True) if glob.has_magic(path) else ()  # noqa: PTH207
+    for each in (re.split(r"[*?[]", path)[0], *found):
+        real = Path(os.path.realpath(root / each))
+        if real != root and root not in real.parents:
+            return False
+    return True
+
+
+def _refuse_program(document: Document) -> None:
+    simulator = document.data.get("simulator")
+    use = simulator.get("use") if isinstance(simulator, dict) else simulator
+    if not isinstance(use, str) or not NAME.fullmatch(use):
+        raise UsageError(
+            f"{document.place(('simulator',))}: simulator.use: {use!r}: over the network only the name of an installed "
+            "entry point of the group exitwave.simulators is taken, no script and no module"
+        )
+    from exitwave.simulate import ParametricSpec
+
+    validate(document, ParametricSpec)
+
+
+def write_new(document: Document, *, name: str, root: Path) -> Path:
+    """ROOT/NAME.yaml, if neither it nor a folder NAME is there. Raises UsageError where one is."""
+    path = root / f"{name}.yaml"
+    if (root / name).exists() or path.exists():
+        raise UsageError(f"name: {name}: there is a run of that name already; choose another, or resume that one")
+    text = dump_yaml(document.data, comment=["Submitted to the service."])
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(fd)
+    return path
+
+
+def arguments_for(configuration: Path, out: Path, *, pipeline: bool) -> list[str]:
+    """The command line that does it, and goes on with it when given again."""
+    return ["run" if pipeline else "simulate", str(configuration), "--out", str(out)]

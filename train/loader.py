@@ -33,6 +33,16 @@ __all__ = ["EVALUATION_EPOCH", "Batch", "Prepare", "measure", "open_split", "ran
 EVALUATION_EPOCH = -1
 # Statistics are taken over at most so many training samples, evenly spaced.
 _MEASURED_SAMPLES = 1024
+# What a trained model says of the experiments that it knows: name -> the parameter's column.
+_TRAINED = {
+    "energy_keV": "energy_keV",
+    "semiangle_mrad": "semiangle_mrad",
+    "thickness_A": "thickness_A",
+    "defocus_A": "defocus_A",
+    "R_sampling_A": "R_sampling_y_A",
+    "Q_sampling_per_A": "Q_sampling_y_per_A",
+    "label_blur_A": "label_blur_A",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +137,14 @@ def measure(dataset: ShardDataset, *, layout: str) -> Measured:
     indices = [i * len(dataset) // n for i in range(n)]
     total = variance = com_square = icom_square = 0.0
     mean_image: Any = 0.0
+    seen: list[tuple[float, ...]] = []
     for index in indices:
         sample = dataset[index]
         potential = sample["potential"].astype(np.float64)
         total += float(potential.mean())
         variance += float(potential.var()) / n
         mean_image = mean_image + potential / float(sample["params"]["thickness_A"]) / n
+        seen.append(tuple(float(sample["params"][column]) for column in _TRAINED.values()))
         com, icom = centre_of_mass_images(sample["cbed"], sample["params"])
         com_square += float((com**2).mean())
         icom_square += float((icom**2).mean())
@@ -146,5 +158,8 @@ def measure(dataset: ShardDataset, *, layout: str) -> Measured:
         target_std_VA=max(variance**0.5, 1e-6),
         com_std=max((com_square / n) ** 0.5, 1e-9),
         icom_std_VA=max((icom_square / n) ** 0.5, 1e-9),
+        trained={
+            name: (min(values), max(values)) for name, values in zip(_TRAINED, zip(*seen, strict=True), strict=True)
+        },
     )
     return Measured(preprocessing=preprocessing, mean_image_V=np.asarray(mean_image, dtype=np.float32))

@@ -15,7 +15,7 @@ from typing import Any
 
 from exitwave.ingest.files import disk_full_means_interrupted
 
-__all__ = ["EventLog", "read_events"]
+__all__ = ["EventLog", "read_events", "read_events_from"]
 
 
 class EventLog:
@@ -61,10 +61,18 @@ class EventLog:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All whole events of a log in the order written; an absent log has none. Torn lines are skipped."""
+    return read_events_from(path, 0)
+
+
+def read_events_from(path: Path, offset: int) -> list[dict[str, Any]]:
+    """The whole events that begin at or after byte `offset`, which is the end of some earlier one."""
     if not path.exists():
         return []
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
     events = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
+    for line in data.split(b"\n")[:-1]:
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):

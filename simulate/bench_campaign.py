@@ -204,7 +204,8 @@ def _plain_grid(spec: SampleSpec) -> tuple[int, int]:
 def _ours(plan: Plan, dataset: Path, workers: int) -> _Side:
     """A campaign of several shards. Steady is all after the first shard of each worker: tasks, Dask, HDF5, checksums,
     manifest, and the plan's share of those samples; what came before (compiled code, plans, potentials) is `once_s`."""
-    from exitwave.simulate.campaign import EVENTS_NAME, run_campaign
+    from exitwave.simulate.campaign import run_campaign
+    from exitwave.simulate.campaign_files import EVENTS_NAME
     from exitwave.simulate.cluster import make_cluster
     from exitwave.simulate.wisdom import make_wisdom
 

@@ -22,6 +22,7 @@ from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.simulate.cluster_outcome import Outcome, attempt, classify, describe, outcome_of
 from exitwave.simulate.cluster_plugin import REFUSED_TOPIC, PrepareWorker
 from exitwave.simulate.cluster_versions import GATED_PACKAGES, differences, own_versions, short_python
+from exitwave.simulate.dashboard import add_page, publish
 
 __all__ = ["DaskCluster"]
 
@@ -120,13 +121,9 @@ class DaskCluster:
             return self._forget(asked)
 
     def publish(self, snapshot: Mapping[str, Any]) -> None:
-        """Kept by the scheduler under `exitwave` in its metadata, the last one alone."""
+        """To the page on the scheduler's dashboard; from any thread. A scheduler that is lost raises something."""
         if self._client is not None:
-            try:
-                self._client.set_metadata("exitwave", dict(snapshot))
-            except Exception as error:
-                if not self._gone(error):
-                    raise
+            publish(self._client, snapshot)
 
     def close(self) -> None:
         self._forget(list(self._work))
@@ -161,6 +158,8 @@ class DaskCluster:
     def _use(self, client: Any) -> None:
         """From now on this client: whatever waits is handed over to it."""
         client.register_plugin(self._plugin)
+        with contextlib.suppress(Exception):  # a scheduler that cannot have the page does its work all the same
+            add_page(client)
         self._scheduler_id = client.scheduler_info(n_workers=0)["id"]
         self._client, self._lost_since, self._looked = client, None, 0.0
         self.dashboard_link = client.dashboard_link

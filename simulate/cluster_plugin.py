@@ -2,7 +2,7 @@
 
 1. It compares its versions with the controller's (`cluster_versions`). Where they differ it takes no task, says so in
    the scheduler's events under `exitwave-refused`, and leaves.
-2. It limits itself to one thread and makes the simulator ready.
+2. It limits itself to one thread and starts the guarded process in which its tasks will run (`worker_guard`).
 3. Where the batch system will end its job at a known time (`exitwave.end-time` in Dask's configuration, seconds since
    1970), it takes no task that would probably not end by then, and leaves when the one in hand is done.
 """
@@ -21,7 +21,7 @@ from distributed import Status, WorkerPlugin
 
 from exitwave.simulate.cluster_versions import differences, own_versions
 from exitwave.simulate.threads import limit_threads
-from exitwave.simulate.worker import prepare_worker
+from exitwave.simulate.worker import start_guard
 
 __all__ = ["REFUSED_TOPIC", "PrepareWorker"]
 
@@ -54,7 +54,7 @@ class PrepareWorker(WorkerPlugin):
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
         limit_threads()
-        prepare_worker(self.simulator)
+        start_guard(self.simulator, memory_bytes=worker.memory_manager.memory_limit or 0)
         end = dask.config.get("exitwave.end-time", None)
         if end is not None:
             worker.loop.call_later(max(0.0, float(end) - self.margin_s - time.time()), _leave, worker, "its job ends")

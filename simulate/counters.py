@@ -127,8 +127,12 @@ class Counters:
     def _started(self, e: CampaignStarted) -> None:
         self._plan, self._state, self._why = e, "running", ""
         self._shards, self._workers = e.shards, e.workers
-        self._committed, self._failed, self._rejected = e.committed, 0, 0
-        self._samples = {"committed": e.committed_samples, "failed": 0, "rejected": e.rejected_samples}
+        self._committed, self._failed, self._rejected = e.committed, e.failed, 0
+        self._samples = {
+            "committed": e.committed_samples,
+            "failed": e.failed_samples,
+            "rejected": e.rejected_samples,
+        }
         self._bytes = e.committed_bytes
         self._attempts = max(e.attempts, self._attempts)
         self._in_hand.clear()

@@ -14,7 +14,7 @@ The life of a task, in events; what it means for the counts stands in brackets:
     task_retried     a failed task is to run again, somebody asked for it     [failed -> pending]
     task_rejected    a task that will never run, and why                      [pending or running -> rejected]
 
-`campaign_started` sets all counts: what failed in an earlier run is pending again. `campaign_interrupted` and
+`campaign_started` sets all counts, those of earlier runs included. `campaign_interrupted` and
 `campaign_finished` end a run: what was running is pending.
 """
 
@@ -64,7 +64,8 @@ class Event:
 class CampaignStarted(Event):
     """A controller begins or goes on. `samples` and `shards` are the plan's, `committed*` what the manifest held.
 
-    `attempts` counts those of earlier runs; `bytes` is what the whole plan is expected to take on disk.
+    `failed*`: what failed for good in earlier runs; `attempts` counts theirs too; `bytes` is what the whole plan is
+    expected to take on disk.
     """
 
     kinds = ("campaign_started",)
@@ -75,6 +76,8 @@ class CampaignStarted(Event):
     committed: int = 0
     committed_samples: int = 0
     committed_bytes: int = 0
+    failed: int = 0
+    failed_samples: int = 0
     attempts: int = 0
     rejected_samples: int = 0
     workers: int = 0

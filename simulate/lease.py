@@ -1,21 +1,28 @@
-"""One controller at a time: a lease on the data set, held by a kernel lock, numbered by a fencing epoch.
+"""One controller at a time: a lease on the data set, held by a kernel lock, renewed by a beat, numbered by an epoch.
 
-The lock dies with its process, so no lease is ever stale on one machine. The epoch, one higher at each start, stands in
-every line of the manifest that this controller writes: whatever an older controller might still write is ignored.
+1. The kernel lock decides on one machine, and on network file systems whose locks reach other machines. It dies with
+   its process, so that no lease is stale there.
+2. Where locks do not reach, the beat decides: the holder writes the lease anew every two seconds. Who gets the lock but
+   finds the lease of another machine that was not given back watches it for ten seconds: if it beats, its holder lives;
+   if not, the lease is taken over. Clocks of two machines are never compared.
+3. The epoch, one higher at each start, stands in every line of the manifest that this controller writes. A holder that
+   was only asleep finds other lines than its own in the manifest, or its own lines are ignored: it cannot commit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from exitwave.ingest.errors import UsageError
+from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import FileLock, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 
@@ -23,6 +30,8 @@ __all__ = ["Lease", "lease_holder"]
 
 LEASE_NAME = "lease"
 _LOCK_NAME = ".lease.lock"
+_BEAT_S = 2.0
+_WATCH_S = 10.0
 
 
 class Lease:
@@ -35,32 +44,94 @@ class Lease:
         self.root = root
         self.epoch = 0
         self._lock = FileLock(root / _LOCK_NAME)
+        self._content: dict[str, Any] = {}
+        self._given_back = threading.Event()
+        self._beating: threading.Thread | None = None
 
     def __enter__(self) -> Lease:
         if not self._lock.acquire():
-            holder = _read(self.root)
-            raise UsageError(
-                f"{self.root}: another controller is running this campaign: host {holder.get('host', 'unknown')}, "
-                f"pid {holder.get('pid', 'unknown')}. Wait for it, or stop it; nothing was started."
-            )
+            raise _refused(self.root)
         try:
+            _watch(self.root)
             self.epoch = max(_told_epoch(self.root), _manifest_epoch(self.root)) + 1
-            content = {
+            self._content = {
                 "epoch": self.epoch,
                 "host": socket.gethostname(),
+                "boot": _boot(),
                 "pid": os.getpid(),
                 "since": time.time(),
+                "beat": 0,
             }
-            write_atomic(self.root / LEASE_NAME, json.dumps(content).encode() + b"\n")
+            self._write()
         except BaseException:
             self._lock.release()
             raise
+        self._beating = threading.Thread(target=self._beat, name="exitwave-lease", daemon=True)
+        self._beating.start()
         return self
+
+    def _write(self) -> None:
+        write_atomic(self.root / LEASE_NAME, json.dumps(self._content).encode() + b"\n")
+
+    def _beat(self) -> None:
+        while not self._given_back.wait(_BEAT_S):
+            if _told_epoch(self.root) > self.epoch:
+                return  # taken over; the manifest will say so
+            self._content["beat"] += 1
+            with contextlib.suppress(OSError, ExitwaveError):  # a full disk
+                self._write()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._given_back.set()
+        if self._beating is not None:
+            self._beating.join(timeout=10)
+        if _told_epoch(self.root) == self.epoch:
+            self._content["given_back"] = True
+            with contextlib.suppress(OSError, ExitwaveError):
+                self._write()
         self._lock.release()
+
+    def check(self) -> None:
+        """InterruptedRunError where a later controller has taken the lease over: nothing may be committed then."""
+        if (told := _told_epoch(self.root)) > self.epoch:
+            raise InterruptedRunError(
+                f"{self.root}: another controller took over while this one (epoch {self.epoch}) was not heard of: "
+                f"epoch {told}, host {_read(self.root).get('host', 'unknown')}. This one stops; nothing is lost."
+            )
+
+
+def _refused(root: Path) -> UsageError:
+    holder = _read(root)
+    return UsageError(
+        f"{root}: another controller is running this campaign: host {holder.get('host', 'unknown')}, "
+        f"pid {holder.get('pid', 'unknown')}. Wait for it, or stop it; nothing was started."
+    )
+
+
+def _boot() -> str:
+    """Which machine this is, since when: names of machines are given twice, in containers above all."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _watch(root: Path) -> None:
+    """UsageError where the lease of another machine still beats. The lock is ours already."""
+    lease = _read(root)
+    here = (socket.gethostname(), _boot())
+    if not lease or lease.get("given_back") or "beat" not in lease or (lease.get("host"), lease.get("boot")) == here:
+        return
+    until = time.monotonic() + _WATCH_S
+    while time.monotonic() < until:
+        time.sleep(0.2)
+        now = _read(root)
+        if now.get("given_back"):
+            return
+        if now and (now.get("epoch"), now.get("beat")) != (lease.get("epoch"), lease.get("beat")):
+            raise _refused(root)
 
 
 def _read(root: Path) -> dict[str, Any]:
@@ -87,7 +158,7 @@ def lease_holder(root: Path) -> dict[str, Any] | None:
         return None
     if _is_free(root / _LOCK_NAME):
         return None
-    return _read(root) or None
+    return {key: value for key, value in _read(root).items() if key in ("epoch", "host", "pid", "since")} or None
 
 
 def _is_free(path: Path) -> bool:

@@ -7,8 +7,7 @@ committed or a later run submits it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,12 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import load_manifest
 from exitwave.simulate.lease import lease_holder
+from exitwave.simulate.state_index import read_failed
+from exitwave.simulate.state_task import TaskState, apply
 
 __all__ = ["TaskState", "campaign_failures", "campaign_status", "replay"]
 
 PLAN_NAME = "plan.json"
-
-
-@dataclass(kw_only=True)
-class TaskState:
-    """One shard: `state` is pending, running, committed or failed; `failure` the class of its last failure."""
-
-    task: str
-    shard_id: str
-    samples: int
-    state: str = "pending"
-    attempts: int = 0
-    failure: str = ""
-    why: str = ""
-    host: str = ""
-    seconds: float = 0.0
-    structures: list[str] = field(default_factory=list)
 
 
 def replay(
@@ -55,34 +40,14 @@ def replay(
         for t in tasks
     }
     for event in events:
-        state = states.get(str(event.get("task", "")))
-        kind = event.get("kind")
-        if kind == "campaign_started":
-            for each in states.values():
-                if each.state == "running":
-                    each.state = "pending"
-        if state is None:
-            continue
-        if kind == "task_submitted":
-            state.state = "running"
-            state.attempts = int(event.get("attempt", state.attempts + 1))
-        elif kind == "task_failed":
-            state.state = "failed" if event.get("final", True) else "pending"
-            state.failure = str(event.get("state", "error"))
-            state.why = str(event.get("why", ""))
-            state.host = str(event.get("host", ""))
-            state.seconds = float(event.get("seconds", 0.0))
-            state.attempts = int(event.get("attempt", state.attempts))
-        elif kind == "shard_committed":
-            state.host = str(event.get("host", ""))
-            state.seconds = float(event.get("seconds", 0.0))
+        apply(states, event)
     done = set(committed)
     for state in states.values():
         if state.shard_id in done:
             state.state = "committed"
-        elif state.state == "running" and not alive:
+        elif state.state == "committed" or (state.state == "running" and not alive):
+            # A `committed` event without a line in the manifest counts for nothing: the manifest is the truth.
             state.state = "pending"
-        # A `committed` event without a line in the manifest counts for nothing: the manifest is the truth.
     return list(states.values())
 
 
@@ -143,9 +108,14 @@ def _rate(events: Sequence[Mapping[str, Any]], since: float) -> float:
     return sum(int(e["n"]) for e in commits) / took if took > 0 else 0.0
 
 
-def campaign_failures(dataset: Path) -> list[dict[str, Any]]:
-    """The contract's `failures`: every shard that failed for good, or whose last attempt failed."""
-    _, states, _, _ = _load(dataset)
+def campaign_failures(dataset: Path, *, states: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The contract's `failures`: every shard that failed for good, of the classes `states` or of all.
+
+    Read from the index where there is one, else replayed. Raises UsageError where there is no data set.
+    """
+    found = read_failed(dataset)
+    if found is None:
+        found = [state for state in _load(dataset)[1] if state.state == "failed"]
     return [
         {
             "task": s.task,
@@ -156,6 +126,6 @@ def campaign_failures(dataset: Path) -> list[dict[str, Any]]:
             "seconds": s.seconds,
             "structures": s.structures,
         }
-        for s in states
-        if s.state == "failed"
+        for s in found
+        if not states or s.failure in states
     ]

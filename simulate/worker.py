@@ -16,12 +16,14 @@ from typing import Any
 
 from exitwave.ingest.compress import shard_writer
 from exitwave.ingest.encoding import encode_sample
+from exitwave.ingest.files import sweep_parts
 from exitwave.ingest.shard_check import find_published
 from exitwave.simulate.simulator import prepared_simulator, simulator_names
 from exitwave.simulate.threads import limit_threads
 from exitwave.simulate.work import CampaignTask
+from exitwave.simulate.worker_guard import Guard, Limits
 
-__all__ = ["prepare_worker", "run_task"]
+__all__ = ["prepare_worker", "run_guarded", "run_task", "start_guard"]
 
 
 def prepare_worker(simulator: str) -> None:
@@ -33,6 +35,27 @@ def prepare_worker(simulator: str) -> None:
         limit_threads()
     else:
         prepared_simulator(simulator)
+
+
+_guards: list[Guard] = []
+
+
+def start_guard(simulator: str, *, memory_bytes: int = 0) -> None:
+    """In a worker: start the process in which its tasks will run (`worker_guard`). `memory_bytes`: of the worker."""
+    while _guards:
+        _guards.pop().close()
+    _guards.append(Guard(simulator=simulator, memory_bytes=memory_bytes))
+    _guards[0].start()
+
+
+def run_guarded(task: CampaignTask, dataset: str, limits: Limits) -> dict[str, Any]:
+    """`run_task` in the worker's guarded process: its receipt, or a report of the failure (`failure_report`)."""
+    if not _guards:
+        start_guard(task.simulator)
+    report: dict[str, Any] = _guards[0].call(run_task, (task, dataset), limits)
+    if report.get("failed", {}).get("state") in ("memory", "timeout", "killed"):
+        sweep_parts(Path(dataset) / "shards" / ".part")  # what it had half-written
+    return report
 
 
 def run_task(task: CampaignTask, dataset: str) -> dict[str, Any]:

@@ -24,6 +24,8 @@ ONLY_IN = {
     "abtem": ("simulate/abtem_backend.py",),
     "dask": ("simulate/cluster_", "simulate/dashboard/"),
     "distributed": ("simulate/cluster_", "simulate/dashboard/"),
+    "bokeh": ("simulate/dashboard/",),
+    "prometheus_client": ("simulate/dashboard/",),
     "h5py": (
         "ingest/shard.py",
         "ingest/shard_reader.py",

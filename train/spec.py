@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from exitwave.ingest.strict_model import StrictModel
+from exitwave.train.series_spec import SeriesSpec
 
 __all__ = [
     "CheckpointSpec",
@@ -147,9 +148,15 @@ class CheckpointSpec(StrictModel):
 
 
 class TrainSpec(StrictModel):
-    """The whole of a training. `batch` counts samples over all ranks."""
+    """The whole of a training. `batch` counts samples over all ranks.
 
+    task: `reconstruct` the projected potential from patterns (`model`, `data`), or, from through-focal series
+    (`series`), the potential's `volume`, or `regress` parameters.
+    """
+
+    task: Literal["reconstruct", "volume", "regress"] = "reconstruct"
     model: ModelSpec = ModelSpec()
+    series: SeriesSpec = SeriesSpec()
     data: DataSpec = DataSpec()
     batch: int = Field(default=16, ge=1)
     epochs: int | None = Field(default=None, ge=1)

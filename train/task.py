@@ -46,6 +46,14 @@ class Task(Protocol):
 
 def task_of(spec: TrainSpec) -> Task:
     """The task that a configuration asks for."""
+    if spec.task == "volume":
+        from exitwave.train.volume import Volume
+
+        return Volume(spec)
+    if spec.task == "regress":
+        from exitwave.train.regression import Regression
+
+        return Regression(spec)
     from exitwave.train.reconstruction import Reconstruction
 
     return Reconstruction(spec)

@@ -31,6 +31,7 @@ from exitwave.train.loop import fit
 from exitwave.train.mesh import RankInfo, open_ranks
 from exitwave.train.parallel import Parallel
 from exitwave.train.run import claim_run
+from exitwave.train.spatial_mesh import SpatialMesh
 from exitwave.train.spec import TrainSpec
 from exitwave.train.task import task_of
 
@@ -56,7 +57,7 @@ def train(
     Args:
         data: the data set; only committed samples of `spec.train_split` are used.
         out: the run's folder, the same for all ranks (run.py says what it holds).
-        parallel: how ranks share the work; None: each its own samples, whole.
+        parallel: how ranks share the work; None: each its own samples.
         cache: where `stage` put the shards, or None to read the data set itself.
         cache_capacity: bytes; the cache is then kept filled with what comes next, within them (`ingest.prefetch`).
         fresh: forget what `out` holds.
@@ -70,7 +71,7 @@ def train(
         InterruptedRunError: stopped by `stop`; call again to resume.
         ExitwaveError: another rank failed, or gradients are not finite.
     """
-    info, parallel, task = rank_info or RankInfo(), parallel or Parallel(), task_of(spec)
+    info, parallel, task = rank_info or RankInfo(), parallel or _parallel_of(spec), task_of(spec)
     if info.world_size > 1:
         die_with_parent()
     with _torch_settings(threads, spec.deterministic), open_ranks(info, timeout_s=spec.engine.timeout_s) as ranks:
@@ -89,6 +90,11 @@ def train(
         with closing(training.engine), prefetching(training, cache_capacity) as training.prefetcher:
             fit(training, stop or (lambda: False))
             return finish(training)
+
+
+def _parallel_of(spec: TrainSpec) -> Parallel:
+    """Data parallelism; tasks that read tiles have their own, of which one tile is the whole sample."""
+    return Parallel() if spec.task == "reconstruct" else SpatialMesh(spec, None)
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from sim_samples import plan
 
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.manifest import load_manifest
-from exitwave.simulate.campaign import disk_shortage, run_campaign
+from exitwave.simulate import campaign_loop
+from exitwave.simulate.attempts import ALLOWED_ACCIDENTS
+from exitwave.simulate.campaign import Patience, disk_shortage, run_campaign
 from exitwave.simulate.cluster import make_cluster
 from exitwave.simulate.cluster_inline import InlineCluster
 from exitwave.simulate.state import campaign_failures, campaign_status
@@ -79,21 +81,45 @@ def test_a_stop_that_was_set_before_runs_nothing(tmp_path: Path) -> None:
     assert run(plan(**QUICK), tmp_path / "d").committed == 6
 
 
-def test_a_silent_cluster_is_given_up_and_its_tasks_time_out(tmp_path: Path) -> None:
-    class Silent(InlineCluster):
-        restarts = 0
+class Silent(InlineCluster):
+    """A cluster of which nothing is heard; `running` is what it claims to run."""
 
-        def wait(self, timeout_s: float) -> list[Any]:
-            return []
+    def __init__(self, seconds: float | None) -> None:
+        super().__init__()
+        self.seconds, self.cancelled = seconds, 0
 
-        def cancel(self, keys: Any = None, *, begun: bool = False) -> list[str]:
-            Silent.restarts += begun
-            return super().cancel(keys, begun=begun)
+    @property
+    def running(self) -> dict[str, float]:
+        return {} if self.seconds is None else {key: self.seconds for key, _ in self._queue}
 
-    made = plan(**QUICK)
-    result = run_campaign(made, tmp_path / "d", Silent(), stall_s=0.01)
-    assert result.failed == 6 and result.committed == 0 and Silent.restarts >= 2
-    assert {f["state"] for f in campaign_failures(tmp_path / "d")} == {"timeout"}
+    def wait(self, timeout_s: float) -> list[Any]:
+        return []
+
+    def cancel(self, keys: Any = None, *, begun: bool = False) -> list[str]:
+        self.cancelled += begun
+        return super().cancel(keys, begun=begun)
+
+
+def test_tasks_that_stall_on_their_workers_are_taken_from_them_and_time_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign_loop, "_LOOK_EVERY_S", 0.0)
+    cluster = Silent(seconds=1e6)
+    result = run_campaign(plan(**QUICK), tmp_path / "d", cluster)
+    assert result.failed == 6 and result.committed == 0 and cluster.cancelled == 6 * ALLOWED_ACCIDENTS
+    failures = campaign_failures(tmp_path / "d")
+    assert {f["state"] for f in failures} == {"timeout"} and failures[0]["why"].startswith(
+        "its worker has said nothing"
+    )
+
+
+def test_a_cluster_that_runs_nothing_is_no_fault_of_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign_loop, "_LOOK_EVERY_S", 0.0)
+    cluster = Silent(seconds=None)
+    with pytest.raises(InterruptedRunError, match="no worker has taken a task"):
+        run_campaign(plan(**QUICK), tmp_path / "d", cluster, patience=Patience(silence_s=0.0))
+    assert cluster.cancelled and campaign_failures(tmp_path / "d") == []
+    assert run(plan(**QUICK), tmp_path / "d").committed == 6
 
 
 def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """One rank of a training under torchrun, for tests: python -m torch.distributed.run … train_rank.py '{json}'.
 
-Keys: spec, data, out; optional: kill {rank, step} (SIGKILL to itself when that step is recorded… by its own counting),
-stop {rank, step} (asks to stop then). The exit code is that of the error's class, as the command line does it.
+Keys: spec, data, out; optional: mesh [D, S]; kill {rank, step} (SIGKILL to itself when that step is recorded… by its
+own counting), stop {rank, step} (asks to stop then). The exit code is that of the error's class, as the command line
+does it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from exitwave.ingest.errors import ExitwaveError
 from exitwave.train.mesh import RankInfo
+from exitwave.train.spatial_mesh import SpatialMesh
 from exitwave.train.spec import TrainSpec
 from exitwave.train.trainer import train
 
@@ -50,12 +52,14 @@ def main() -> int:
 
         signal.signal(signal.SIGTERM, on_sigterm)
     print(f"pid {rank} {os.getpid()}", flush=True)
+    spec = TrainSpec.model_validate(job["spec"])
     try:
         train(
-            TrainSpec.model_validate(job["spec"]),
+            spec,
             data=Path(job["data"]),
             out=Path(job["out"]),
             rank_info=info,
+            parallel=SpatialMesh(spec, tuple(job["mesh"])) if "mesh" in job else None,
             stop=before_each_step,
             threads=1,
         )

@@ -10,7 +10,7 @@ from ingest_samples import make_dataset, write_shard
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.manifest import ManifestWriter
-from exitwave.simulate.campaign import _differences
+from exitwave.simulate.campaign_files import differences
 from exitwave.simulate.cluster_outcome import classify
 from exitwave.simulate.lease import Lease
 from exitwave.simulate.state import campaign_status, replay
@@ -79,7 +79,7 @@ def test_a_damaged_lease_never_sets_the_epoch_back(tmp_path: Path, text: str) ->
 def test_differences_are_told_by_key() -> None:
     old = {"seed": 1, "sampling": {"energy_keV": 100}, "name": "a"}
     new = {"seed": 1, "sampling": {"energy_keV": 200}, "name": "b", "extra": [1]}
-    assert _differences(old, new) == ["extra: null -> [1]", "sampling.energy_keV: 100 -> 200"]
+    assert differences(old, new) == ["extra: null -> [1]", "sampling.energy_keV: 100 -> 200"]
 
 
 def test_a_cause_deep_in_a_chain_decides_on_the_kind() -> None:

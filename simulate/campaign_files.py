@@ -1,0 +1,173 @@
+"""The files of a campaign's data set besides its shards: laid out, compared with a plan, taken back.
+
+`campaign.yaml` is what was asked for, with every default; `plan.json` each task with its samples and structures.
+A folder that holds something else, and a data set of another campaign, are refused with what is different.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import disk_full_means_interrupted, sweep_parts, write_atomic
+from exitwave.ingest.manifest import MANIFEST_NAME, create_dataset, load_manifest
+from exitwave.ingest.records import Header
+from exitwave.simulate.commands import COMMANDS_NAME
+from exitwave.simulate.state import PLAN_NAME
+from exitwave.simulate.state_index import STATE_DB_NAME
+from exitwave.simulate.wisdom import FOLDER as WISDOM_FOLDER
+from exitwave.simulate.work import CampaignPlan
+
+__all__ = [
+    "CAMPAIGN_NAME",
+    "EVENTS_NAME",
+    "differences",
+    "disk_shortage",
+    "lay_out",
+    "make_folder",
+    "plan_rows",
+    "refuse_other_campaign",
+    "size",
+    "take_back",
+]
+
+CAMPAIGN_NAME = "campaign.yaml"
+EVENTS_NAME = "events.jsonl"
+
+
+def disk_shortage(plan: CampaignPlan, dataset: Path) -> str | None:
+    """What to say where what is left of the data set does not fit on its disk, else None."""
+    folder = next(p for p in (dataset, *dataset.absolute().parents) if p.exists())
+    free = shutil.disk_usage(folder).free
+    there = 0
+    if (dataset / MANIFEST_NAME).exists():
+        found = load_manifest(dataset)
+        if found.header.campaign_hash == plan.campaign_hash:
+            there = sum(shard.nbytes for shard in found.shards)
+    needed = max(0, plan.bytes - there)
+    return f"{size(needed)} needed in {folder}, the disk has {size(free)} free" if needed > free else None
+
+
+def _version() -> str:
+    try:
+        return version("exitwave")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def make_folder(dataset: Path) -> None:
+    """The folder of the data set; a file in the way and a folder of other things are refused."""
+    try:
+        with disk_full_means_interrupted(dataset):
+            dataset.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{dataset}: there is a file in the way; a folder for the data set expected") from None
+    if not (dataset / MANIFEST_NAME).exists():
+        ours = {CAMPAIGN_NAME, EVENTS_NAME, PLAN_NAME, STATE_DB_NAME, COMMANDS_NAME, "shards", "lease", WISDOM_FOLDER}
+        foreign = sorted(p.name for p in dataset.iterdir() if p.name not in ours and not p.name.startswith("."))
+        if foreign:
+            raise UsageError(
+                f"{dataset} is not empty and no data set (it holds {', '.join(foreign[:3])}): give a new folder"
+            )
+
+
+def lay_out(plan: CampaignPlan, dataset: Path) -> None:
+    """The files of a data set besides its shards; a data set that exists is left as it is."""
+    sweep_parts(dataset)
+    if not (dataset / MANIFEST_NAME).exists():
+        header = Header(
+            dataset_id=f"{plan.campaign_hash[:24]}",
+            campaign_hash=plan.campaign_hash,
+            fields=plan.fields,
+            name=plan.name,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            exitwave_version=_version(),
+        )
+        # The campaign first: a data set is one as soon as it has a manifest.
+        write_atomic(dataset / CAMPAIGN_NAME, _resolved(plan))
+        create_dataset(dataset, header)
+    content = {
+        "name": plan.name,
+        "campaign_hash": plan.campaign_hash,
+        "rejected": [{"source": r.source, "why": r.why} for r in plan.rejected],
+        "rejected_samples": plan.rejected_samples,
+        "tasks": plan_rows(plan),
+    }
+    write_atomic(dataset / PLAN_NAME, json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+
+
+def plan_rows(plan: CampaignPlan) -> list[dict[str, Any]]:
+    """The tasks as they stand in `plan.json`."""
+    return [
+        {
+            "task": task.task_id,
+            "shard_id": task.shard_id,
+            "samples": len(task.sample_indices),
+            "split": task.split,
+            "structures": list(task.sources),
+        }
+        for task in plan.tasks
+    ]
+
+
+def take_back(dataset: Path) -> None:
+    """What `_lay_out` made of a folder that was no data set; the manifest first, so that it is none again."""
+    for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME, STATE_DB_NAME):
+        (dataset / name).unlink(missing_ok=True)
+    for folder in (dataset / "shards" / ".part", dataset / "shards"):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _resolved(plan: CampaignPlan) -> bytes:
+    """The campaign with every default written out, as JSON, which is YAML too."""
+    return json.dumps(plan.resolved(), indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def refuse_other_campaign(plan: CampaignPlan, dataset: Path) -> None:
+    if not (dataset / MANIFEST_NAME).exists():
+        return
+    found = load_manifest(dataset).header.campaign_hash
+    if found == plan.campaign_hash:
+        return
+    try:
+        there = json.loads((dataset / CAMPAIGN_NAME).read_text())
+        rows = differences(there, json.loads(_resolved(plan)))
+    except (OSError, ValueError):
+        rows = [f"its {CAMPAIGN_NAME} cannot be read"]
+    told = "; ".join(rows[:8]) or "the content of a structure's file or of a simulator has changed"
+    raise UsageError(
+        f"{dataset} holds another campaign ({found[:12]}, this one is {plan.campaign_hash[:12]}): {told}. "
+        "Choose another folder, or give back the old configuration."
+    )
+
+
+def differences(there: Any, here: Any, key: str = "") -> list[str]:
+    """`key: old -> new` of every place where two configurations differ."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        rows: list[str] = []
+        for name in sorted({*there, *here}):
+            rows += differences(there.get(name), here.get(name), f"{key}.{name}" if key else name)
+        return rows
+    if there == here or key == "name":
+        return []
+    return [f"{key}: {_short(there)} -> {_short(here)}"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"

@@ -1,0 +1,358 @@
+"""The loop of a campaign: fill the window, commit what comes back, decide on what failed, obey, watch, stop in order.
+
+Every decision on a task is one of `attempts`; every change of its state is an event. The loop itself keeps nothing that
+grows with what was done: tasks that wait, those in the window, and the few that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
+from exitwave.ingest.events import EventLog, read_events
+from exitwave.ingest.manifest import ManifestWriter
+from exitwave.ingest.records import PublishedShard
+from exitwave.simulate.attempts import CLASSES, Failure, History, overdue_s, replay_histories
+from exitwave.simulate.campaign_files import EVENTS_NAME, plan_rows, size
+from exitwave.simulate.cluster import Cluster, Outcome
+from exitwave.simulate.commands import Command, read_commands
+from exitwave.simulate.lease import Lease
+from exitwave.simulate.state import replay
+from exitwave.simulate.state_index import StateIndex
+from exitwave.simulate.work import CampaignPlan, CampaignTask
+from exitwave.simulate.worker import run_guarded, run_task
+from exitwave.simulate.worker_guard import Limits
+
+__all__ = ["CampaignLoop", "CampaignResult", "Listener", "Patience"]
+
+Listener = Callable[[dict[str, Any]], None]
+
+_LOOK_EVERY_S = 1.0  # for commands and for stalled tasks
+_SILENCES = 36
+
+
+@dataclass(frozen=True, kw_only=True)
+class CampaignResult:
+    """How a campaign ended. Counts are shards, but for `samples` (committed), `failed_samples` and `rejected` rows."""
+
+    committed: int
+    failed: int
+    rejected: int
+    samples: int
+    failed_samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a campaign waits for what. Seconds, and bytes of memory.
+
+    `task_s`: one task; by default 30 times what the longest should need, at least ten minutes. `task_memory_bytes`: one
+    task; 0 for what its worker may use. `drain_s`: for what runs after a request to stop. `silence_s`: without a word
+    from a cluster on which nothing runs; then the tasks are handed out anew.
+    """
+
+    task_s: float | None = None
+    task_memory_bytes: int = 0
+    drain_s: float = 30.0
+    silence_s: float = 600.0
+
+
+class CampaignLoop:
+    """One run of the loop; its attributes are the loop's state."""
+
+    def __init__(
+        self,
+        plan: CampaignPlan,
+        dataset: Path,
+        cluster: Cluster,
+        log: EventLog,
+        manifest: ManifestWriter,
+        stop: threading.Event,
+        patience: Patience,
+        lease: Lease,
+    ) -> None:
+        self.plan, self.dataset, self.cluster, self.log, self.manifest = plan, dataset, cluster, log, manifest
+        self.stop, self.patience, self.lease = stop, patience, lease
+        committed = {shard.shard_id: shard.nbytes for shard in manifest.manifest.shards}
+        self.done = [t for t in plan.tasks if t.shard_id in committed]
+        self.bytes = sum(committed.get(t.shard_id, 0) for t in self.done)
+        events = read_events(dataset / EVENTS_NAME)
+        histories = replay_histories(events)
+        self.index = StateIndex(dataset, plan.campaign_hash, replay(plan_rows(plan), committed, events, alive=False))
+        log.listeners.append(self.index.feed)
+        self.attempts = sum(h.attempts for h in histories.values())
+        left = [t for t in plan.tasks if t.shard_id not in committed]
+        self.histories = {t.task_id: histories[t.task_id] for t in left if t.task_id in histories}
+        self.failed = [t for t in left if self._history(t).failed is not None]
+        self.todo: deque[CampaignTask] = deque(t for t in left if self._history(t).failed is None)
+        self.running: dict[str, CampaignTask] = {}
+        self.heard = self.looked = 0.0
+        self.silences = 0
+        self.limits = Limits(seconds=self._task_seconds(), memory_bytes=patience.task_memory_bytes)
+
+    def _history(self, task: CampaignTask) -> History:
+        return self.histories.get(task.task_id, History())
+
+    def _task_seconds(self) -> float:
+        if self.patience.task_s is not None:
+            return self.patience.task_s
+        longest = max((task.estimated_seconds() for task in list(self.todo)[:64]), default=0.0)
+        return max(600.0, 30.0 * longest)
+
+    # --- from start to end
+
+    def execute(self) -> CampaignResult:
+        began = time.monotonic()
+        self._obey(read_commands(self.dataset), at_start=True)
+        if not self.todo and not self.failed:
+            return self._result(began)
+        try:
+            if self.todo:
+                self.plan.prepare(self.dataset)
+                self.cluster.start(self.plan.simulator)
+            self._announce()
+            self._loop()
+        except InterruptedRunError as error:
+            with contextlib.suppress(InterruptedRunError):  # a full disk also refuses this line
+                self.log.emit("campaign_interrupted", why=str(error), committed=len(self.done))
+            raise
+        finally:
+            self.index.close()
+            self.cluster.close()
+        result = self._result(began)
+        self.log.emit("campaign_finished", committed=result.committed, failed=result.failed, samples=result.samples)
+        return result
+
+    def _announce(self) -> None:
+        self.log.emit(
+            "campaign_started",
+            name=self.plan.name,
+            samples=self.plan.n_samples,
+            shards=len(self.plan.tasks),
+            bytes=self.plan.bytes,
+            committed=len(self.done),
+            committed_samples=_samples(self.done),
+            committed_bytes=self.bytes,
+            failed=len(self.failed),
+            failed_samples=_samples(self.failed),
+            attempts=self.attempts,
+            rejected_samples=self.plan.rejected_samples,
+            workers=self.cluster.n_workers,
+            cluster=self.cluster.name,
+            dashboard=self.cluster.dashboard_link,
+            epoch=self.lease.epoch,
+            host=socket.gethostname(),
+        )
+        for row in self.plan.rejected:
+            self.log.emit("structure_rejected", source=row.source, why=row.why)
+
+    def _loop(self) -> None:
+        self.heard = self.looked = time.monotonic()
+        while self.todo or self.running:
+            if self.stop.is_set():
+                self._drain()
+            # Workers come and go: the window follows them.
+            while self.todo and len(self.running) < 4 * self.cluster.n_workers:
+                self._submit(self.todo.popleft())
+            outcomes = self.cluster.wait(0.25)
+            if outcomes:
+                self.heard, self.silences = time.monotonic(), 0
+            for outcome in outcomes:
+                self._take(outcome)
+            if time.monotonic() - self.looked >= _LOOK_EVERY_S:
+                self.looked = time.monotonic()
+                self._obey(read_commands(self.dataset))
+                self._watch()
+                self.index.flush()
+
+    def _result(self, began: float) -> CampaignResult:
+        return CampaignResult(
+            committed=len(self.done),
+            failed=len(self.failed),
+            rejected=len(self.plan.rejected),
+            samples=_samples(self.done),
+            failed_samples=_samples(self.failed),
+            seconds=time.monotonic() - began,
+        )
+
+    # --- one task
+
+    def _submit(self, task: CampaignTask) -> None:
+        history = self._history(task).begun()
+        self.histories[task.task_id] = history
+        self.log.emit("task_submitted", task=task.task_id, attempt=history.attempts, samples=len(task.sample_indices))
+        self.running[task.task_id] = task
+        folder = str(self.dataset.absolute())
+        if self.cluster.name == "inline":
+            self.cluster.submit(task.task_id, run_task, task, folder)
+        else:
+            self.cluster.submit(task.task_id, run_guarded, task, folder, self.limits)
+
+    def _take(self, outcome: Outcome) -> None:
+        task = self.running.pop(outcome.key, None)
+        if task is None:
+            return
+        if outcome.kind == "ok" and "failed" not in outcome.result:
+            self._commit(task, outcome.result)
+            return
+        if outcome.kind == "ok":
+            told = outcome.result["failed"]
+            state, certain = told["state"], True
+            why, host, seconds = told["why"], told["host"], told["seconds"]
+        else:
+            state, certain = outcome.kind, outcome.kind != "killed"
+            why, host, seconds = outcome.error, outcome.host, outcome.seconds
+        if state == "disk-full":
+            self._stop_for_room(why)
+        elif state in CLASSES:
+            self._fail(task, Failure(state=state, why=why, host=host, seconds=seconds, certain=certain))
+        else:
+            self._drop(task, why)
+
+    def _commit(self, task: CampaignTask, receipt: Mapping[str, Any]) -> None:
+        published = PublishedShard.from_json(receipt["published"])
+        producer = receipt["producer"]
+        self.lease.check()
+        try:
+            self.manifest.commit(published, split=task.split, producer=producer)
+        except DamagedDataError as error:  # it is not there, or not as long, as the worker said
+            why = f"{error} (its worker had just published it)"
+            self._fail(task, Failure(state="error", why=why, host=producer["host"], seconds=receipt["seconds"]))
+            return
+        self.done.append(task)
+        history = self.histories.pop(task.task_id, History())
+        self.log.emit(
+            "shard_committed",
+            task=task.task_id,
+            shard_id=published.shard_id,
+            n=published.n,
+            nbytes=published.nbytes,
+            seconds=receipt["seconds"],
+            simulated_s=receipt.get("simulated_s", 0.0),
+            host=producer.get("host", ""),
+            attempt=history.attempts,
+            adopted=receipt["adopted"],
+            committed=len(self.done),
+            structures=list(task.sources),
+        )
+
+    def _fail(self, task: CampaignTask, failure: Failure) -> None:
+        history = self._history(task).after(failure)
+        self.histories[task.task_id] = history
+        self.log.emit(
+            "task_failed",
+            task=task.task_id,
+            state=failure.state,
+            why=failure.why,
+            host=failure.host,
+            attempt=history.attempts,
+            seconds=round(failure.seconds, 3),
+            certain=failure.certain,
+            structures=list(task.sources),
+            samples=len(task.sample_indices),
+            final=history.failed is not None,
+        )
+        (self.todo if history.failed is None else self.failed).append(task)
+
+    def _drop(self, task: CampaignTask, why: str) -> None:
+        """Taken back from the cluster; nothing counts against it."""
+        self.log.emit("task_dropped", task=task.task_id, why=why)
+        self.todo.append(task)
+
+    # --- what others ask for, and what does not happen
+
+    def _obey(self, commands: list[Command], *, at_start: bool = False) -> None:
+        for command in commands:
+            if command.verb == "retry":
+                self._retry(command.states)
+            elif command.verb is None:
+                self.log.emit("command_refused", why=f"{command.path.name}: {command.why}")
+            elif not at_start and command.epoch in (0, self.lease.epoch):
+                command.done()
+                if command.verb == "drain":
+                    self._drain()
+                self._cancel()
+            command.done()
+
+    def _retry(self, states: tuple[str, ...]) -> None:
+        chosen = [t for t in self.failed if not states or (f := self._history(t).failed) is None or f.state in states]
+        for task in chosen:
+            self.failed.remove(task)
+            self.histories[task.task_id] = self._history(task).forgiven()
+            self.log.emit("task_retried", task=task.task_id, samples=len(task.sample_indices))
+            self.todo.append(task)
+
+    def _watch(self) -> None:
+        """A worker keeps the limits of its task itself; here, those are found that cannot even do that."""
+        limit = overdue_s(self.limits.seconds)
+        running = dict(self.cluster.running)
+        for key, seconds in running.items():
+            if seconds > limit and key in self.running:
+                self.cluster.cancel([key], begun=True)
+                why = f"its worker has said nothing for {seconds:.0f} s; the limit is {self.limits.seconds:g} s"
+                task = self.running.pop(key)
+                self._fail(task, Failure(state="timeout", why=why, seconds=seconds, certain=False))
+        if not running and time.monotonic() - self.heard > self.patience.silence_s:
+            self._hand_out_anew()
+
+    def _hand_out_anew(self) -> None:
+        """Tasks wait, and nothing runs: workers are paused, or none has come. No fault of any task."""
+        self.heard = time.monotonic()
+        self.silences += 1
+        why = f"no worker has taken a task for {self.patience.silence_s:.0f} s"
+        self.cluster.cancel(begun=True)
+        for task in self.running.values():
+            self._drop(task, why)
+        self.running.clear()
+        if self.silences >= _SILENCES:
+            raise InterruptedRunError(
+                f"{why}, {self.silences} times in a row: the workers of {self.cluster.name} are paused or away. The "
+                "same command resumes"
+            )
+
+    # --- the end before the end
+
+    def _drain(self) -> None:
+        """Stop: forget what has not begun, await what has for a bounded time, commit it, and raise."""
+        self._forget(self.cluster.cancel())
+        until = time.monotonic() + self.patience.drain_s
+        while self.running and time.monotonic() < until:
+            for outcome in self.cluster.wait(0.25):
+                self._take(outcome)
+        raise InterruptedRunError(f"stopped on request: {self._left()}")
+
+    def _cancel(self) -> None:
+        self._forget(self.cluster.cancel(begun=True))
+        raise InterruptedRunError(f"cancelled on request: {self._left()}")
+
+    def _forget(self, keys: list[str]) -> None:
+        for key in keys:
+            self.running.pop(key, None)
+
+    def _left(self) -> str:
+        done, planned = len(self.done), len(self.plan.tasks)
+        return f"{done} of {planned} shards are committed, {planned - done} are left; the same command resumes"
+
+    def _stop_for_room(self, why: str) -> None:
+        left = len(self.plan.tasks) - len(self.done)
+        needed = self.plan.bytes * left // len(self.plan.tasks)
+        free = shutil.disk_usage(self.dataset).free
+        self.cluster.cancel()
+        raise InterruptedRunError(
+            f"the disk of {self.dataset} is full ({why}): {left} shards are left and need about {size(needed)}, "
+            f"{size(free)} are free. Make room and give the same command again; it resumes"
+        )
+
+
+def _samples(tasks: list[CampaignTask]) -> int:
+    return sum(len(task.sample_indices) for task in tasks)

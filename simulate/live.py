@@ -1,0 +1,141 @@
+"""The live picture of a campaign: events are folded as they happen, and about once a second everybody is shown.
+
+    events -> Counters -> one snapshot -> DATASET/status.json        (`exitwave status`, the service)
+                                       -> the scheduler's page       (with pictures of the newest sample)
+
+A thread of its own does it, so that neither a slow disk nor a scheduler that hangs holds up the campaign. It is a
+picture and no more: whatever goes wrong here is left out, and the campaign goes on. The truth is in the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from exitwave.ingest.files import part_path
+from exitwave.ingest.manifest import MANIFEST_NAME
+from exitwave.simulate.counters import SNAPSHOT_VERSION, Counters
+from exitwave.simulate.pictures import Picture, newest_pictures
+
+__all__ = ["STATUS_NAME", "LiveStatus", "read_live"]
+
+STATUS_NAME = "status.json"
+_EVERY_S = 1.0
+_PICTURES_EVERY_S = 5.0
+_STALE_S = 15.0
+
+Publish = Callable[[Mapping[str, Any]], None]
+
+
+class LiveStatus:
+    """A context manager. Give `feed` every event; inside, snapshots are written and published.
+
+    `epoch` is that of the controller's lease: a reader tells by it whether the file is this controller's.
+    """
+
+    def __init__(
+        self, dataset: Path, *, epoch: int = 0, publish: Publish | None = None, every_s: float = _EVERY_S
+    ) -> None:
+        self._dataset, self._epoch, self._publish, self._every_s = dataset, epoch, publish, every_s
+        self._counters = Counters()
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="exitwave-status", daemon=True)
+        self._pictures: list[Picture] = []
+        self._pictured: tuple[float, str] = (0.0, "")
+
+    def feed(self, event: Mapping[str, Any]) -> None:
+        """Take in one event."""
+        with self._lock:
+            self._counters.feed(event)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is shown now: that of `Counters`, with the data set, the epoch and the size of the manifest."""
+        with self._lock:
+            shown = self._counters.snapshot(time.time())
+        return {
+            **shown,
+            "dataset": str(self._dataset.absolute()),
+            "epoch": self._epoch,
+            "manifest_bytes": _size(self._dataset / MANIFEST_NAME),
+        }
+
+    def show(self) -> None:
+        """Write and publish the present snapshot."""
+        shown = self.snapshot()
+        with contextlib.suppress(OSError):
+            _replace(self._dataset / STATUS_NAME, json.dumps(shown, ensure_ascii=False, separators=(",", ":")))
+        if self._publish is not None:
+            self._look_at_newest(shown["newest"])
+            with contextlib.suppress(Exception):  # a cluster that is gone shows nothing
+                self._publish({**shown, "pictures": [picture.to_json() for picture in self._pictures]})
+
+    def _look_at_newest(self, newest: Mapping[str, Any] | None) -> None:
+        """New pictures, seldom: reading them takes time that others need."""
+        if newest is None or not newest["shard_id"]:
+            return
+        since, shard_id = self._pictured
+        if newest["shard_id"] == shard_id or time.monotonic() - since < _PICTURES_EVERY_S:
+            return
+        self._pictured = (time.monotonic(), newest["shard_id"])
+        with contextlib.suppress(Exception):  # the shard may be gone, or its fields no pictures
+            self._pictures = newest_pictures(self._dataset, newest["shard_id"])
+
+    def _work(self) -> None:
+        while not self._end.wait(self._every_s):
+            self.show()
+
+    def __enter__(self) -> LiveStatus:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join(timeout=5.0)
+        self._publish = None  # the cluster is closed by now
+        self.show()
+
+
+def read_live(dataset: Path, holder: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The last snapshot of a data set, where it still is what reading everything would give; else None.
+
+    `holder`: who has the lease now. While a controller is at work its snapshot counts as long as it comes; afterwards
+    it counts where the run ended in order and the manifest has not changed since.
+    """
+    try:
+        shown = json.loads((dataset / STATUS_NAME).read_text())
+        if shown["version"] != SNAPSHOT_VERSION:
+            return None
+        if holder is not None:
+            alive = shown["epoch"] == holder.get("epoch") and time.time() - shown["updated"] < _STALE_S
+            return dict(shown) if alive and shown["activity"] == "running" else None
+        ended = shown["activity"] in ("finished", "interrupted")
+        return dict(shown) if ended and shown["manifest_bytes"] == _size(dataset / MANIFEST_NAME) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _replace(path: Path, text: str) -> None:
+    """As `write_atomic`, but that a power cut may take it: the next one comes in a second."""
+    part = part_path(path.parent, path.name)
+    try:
+        part.write_text(text)
+        part.rename(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

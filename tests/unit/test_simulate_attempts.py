@@ -1,0 +1,106 @@
+"""The life of a task: what counts against it, and what is forgotten when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exitwave.ingest.errors import UsageError
+from exitwave.simulate.attempts import CLASSES, Failure, History, is_final, overdue_s, replay_histories
+from exitwave.simulate.commands import read_commands, write_command
+
+
+def submitted(task: str = "t") -> dict[str, Any]:
+    return {"kind": "task_submitted", "task": task}
+
+
+def failure(state: str, *, final: bool = False, certain: bool = True, task: str = "t") -> dict[str, Any]:
+    return {"kind": "task_failed", "task": task, "state": state, "final": final, "certain": certain, "why": "w"}
+
+
+@pytest.mark.parametrize(("state", "tries"), [("error", 2), ("memory", 2), ("timeout", 2), ("killed", 3)])
+def test_each_class_has_its_own_patience(state: Any, tries: int) -> None:
+    history = History()
+    for k in range(tries):
+        assert history.failed is None
+        history = history.begun().after(Failure(state=state, why=f"{k}"))
+    assert history.failed == Failure(state=state, why=f"{tries - 1}") and history.attempts == tries
+
+
+def test_a_lost_worker_is_more_likely_an_accident_than_the_task() -> None:
+    history = History()
+    for _ in range(5):
+        history = history.after(Failure(state="killed", why="", certain=False))
+        assert history.failed is None
+    assert history.after(Failure(state="killed", why="", certain=False)).failed
+
+
+def test_failures_of_many_classes_end_too() -> None:
+    assert not is_final({"error": 1, "memory": 1, "timeout": 1, "killed": 2})
+    assert is_final({"error": 1, "memory": 1, "timeout": 1, "killed": 2, "accident": 3})
+
+
+def test_counts_outlive_an_interruption_and_end_with_the_round() -> None:
+    events = [submitted(), failure("error"), {"kind": "campaign_interrupted"}, {"kind": "campaign_started"}]
+    assert replay_histories(events)["t"] == History(attempts=1, counts={"error": 1})
+    events += [submitted(), failure("error", final=True)]
+    found = replay_histories(events)["t"]
+    assert found.attempts == 2 and found.failed is not None and found.failed.state == "error"
+    again = replay_histories([*events, {"kind": "campaign_interrupted"}, {"kind": "campaign_started"}])["t"]
+    assert again == found
+    assert replay_histories([*events, {"kind": "campaign_finished"}])["t"] == History(attempts=2)
+    assert replay_histories([*events, {"kind": "task_retried", "task": "t"}])["t"] == History(attempts=2)
+
+
+def test_what_a_scheduler_lost_is_an_attempt_and_no_failure() -> None:
+    events = [submitted(), {"kind": "task_dropped", "task": "t"}, submitted()]
+    assert replay_histories(events)["t"] == History(attempts=2)
+
+
+def test_the_log_decides_what_was_final() -> None:
+    assert replay_histories([submitted(), failure("error", final=True)])["t"].failed
+    assert replay_histories([failure("error"), failure("error"), failure("error")])["t"].failed is None
+    assert replay_histories([{"kind": "task_failed", "task": "t", "state": "odd"}])["t"].failed is not None
+
+
+def test_a_stalled_task_is_given_more_time_than_its_limit() -> None:
+    assert overdue_s(10.0) == 70.0 and overdue_s(1000.0) == 1500.0
+
+
+def test_commands_are_read_in_order_and_gone_when_done(tmp_path: Path) -> None:
+    assert read_commands(tmp_path) == []
+    write_command(tmp_path, "drain", epoch=3)
+    write_command(tmp_path, "retry", states=["timeout", "memory"])
+    first, second = read_commands(tmp_path)
+    assert (first.verb, first.epoch, second.verb, second.states) == ("drain", 3, "retry", ("memory", "timeout"))
+    first.done()
+    first.done()
+    assert [c.verb for c in read_commands(tmp_path)] == ["retry"]
+    with pytest.raises(UsageError, match=r"--state odd: one of error, memory, timeout, killed expected"):
+        write_command(tmp_path, "retry", states=["odd"])
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "drain, cancel or retry expected"),
+        (json.dumps({"command": "rm"}), "found 'rm'"),
+        (json.dumps({"command": "retry", "states": [["x"]]}), "states of error"),
+        (json.dumps({"command": "retry", "states": {"x": 1}}), "states of error"),
+        (json.dumps({"command": "drain", "epoch": "3"}), "states of error"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
+def test_what_is_no_command_says_why(tmp_path: Path, content: str, why: str) -> None:
+    (tmp_path / "commands").mkdir()
+    (tmp_path / "commands" / "1.json").write_text(content)
+    (found,) = read_commands(tmp_path)
+    assert found.verb is None and why in found.why
+
+
+def test_the_classes_are_those_of_the_contract() -> None:
+    assert CLASSES == ("error", "memory", "timeout", "killed")

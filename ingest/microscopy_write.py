@@ -58,6 +58,7 @@ def write_image(
         "package_info": {},
         "tmp_parameters": {},
         "learning_results": {},
+        "models": {},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")

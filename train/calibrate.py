@@ -81,7 +81,8 @@ def find_turn(com: Array, *, transposed: bool | None = None) -> Turn:
 
 def _curl(field: Array) -> float:
     """Power of the curl over that of curl and divergence."""
-    dy, dx = np.gradient(field, axis=(1, 2))
+    derivatives: Any = np.gradient(field, axis=(1, 2))
+    dy, dx = derivatives
     curl, divergence = dy[1] - dx[0], dy[0] + dx[1]
     total = float((curl**2).sum() + (divergence**2).sum())
     return float((curl**2).sum()) / total if total > 0 else 1.0

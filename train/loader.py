@@ -47,17 +47,22 @@ _TRAINED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Inputs (B, C, h, w), target (B, H, W) standardised, weight (B, H, W), and the uids in the same order."""
+    """Inputs (B, C, h, w), target (B, H, W) standardised, weight (B, H, W), and the uids in the same order.
+
+    `scale` (B,): what an error of each sample is multiplied with before it is judged; None: one.
+    """
 
     inputs: Tensor
     target: Tensor
     weight: Tensor
     uids: tuple[int, ...]
+    scale: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Batch:
         """The same batch in another precision; itself where it has that already. Whole numbers stay what they are."""
         target = self.target.to(dtype) if self.target.is_floating_point() else self.target
-        return replace(self, inputs=self.inputs.to(dtype), target=target, weight=self.weight.to(dtype))
+        scale = None if self.scale is None else self.scale.to(dtype)
+        return replace(self, inputs=self.inputs.to(dtype), target=target, weight=self.weight.to(dtype), scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,7 @@ class Prepare:
     preprocessing: Preprocessing
     seed: int
     epoch: int
+    per_thickness: bool = False
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
         inputs, targets, weights = [], [], []
@@ -90,7 +96,14 @@ class Prepare:
             target=torch.from_numpy(np.stack(targets)),
             weight=torch.from_numpy(np.stack(weights)),
             uids=tuple(int(sample["uid"]) for sample in samples),
+            scale=self._scale(samples) if self.per_thickness else None,
         )
+
+    def _scale(self, samples: Sequence[dict[str, Any]]) -> Tensor:
+        """Mean thickness (the geometric one of the training's bounds) over each sample's own."""
+        low, high = self.preprocessing.trained["thickness_A"]
+        depth = [float(sample["params"]["thickness_A"]) for sample in samples]
+        return torch.tensor([(low * high) ** 0.5 / max(d, 1e-3) for d in depth], dtype=torch.float32)
 
 
 def open_split(

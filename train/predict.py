@@ -168,8 +168,8 @@ def resolve(scan: Scan4D, given: Given) -> Conditions:
         origin["rotation_deg"] = "estimated"
         doubt = "" if turn.curl < 0.3 else ", which is too much to trust it: give --rotation-deg if you know it"
         notes.append(
-            f"scan rotation {rotation:.1f} degrees{' and a transposed detector' if transposed else ''} from the curl of "
-            f"the centre of mass ({100 * turn.curl:.0f} % of its power left{doubt})"
+            f"scan rotation {rotation:.1f} degrees{' and a transposed detector' if transposed else ''} from the curl "
+            f"of the centre of mass ({100 * turn.curl:.0f} % of its power left{doubt})"
         )
     counts = float(block.sum(axis=(2, 3)).mean()) / (given.gain or 1.0)
     return Conditions(
@@ -340,9 +340,9 @@ def _reduced(
     return out
 
 
-def _window_image(model: TrainedModel, patterns: Array, params: np.void | np.ndarray[Any, Any]) -> tuple[Array, Array]:
+def _window_image(model: TrainedModel, patterns: Array, params: Any) -> tuple[Array, Array]:
     """Mean over the views [V·Å] and deviation, both (h, w)."""
-    record: Any = params[()]
+    record = params[()]  # the record itself, which can be copied and changed
     prepared, spec = model.preprocessing, model.spec.data
     counts = np.ascontiguousarray(patterns, dtype=np.float32)
     inputs = []

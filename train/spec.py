@@ -42,6 +42,7 @@ class ModelSpec(StrictModel):
     norm: Literal["group", "none"] | None = None
     dropout: float | None = Field(default=None, ge=0, lt=1)
     stem: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None = None
+    stem_kernel: int | None = Field(default=None, ge=1, le=255)
 
     def overrides(self) -> dict[str, object]:
         """The sizes that were given, by the names of `DenseNetSize`."""
@@ -129,6 +130,9 @@ class LossSpec(StrictModel):
     name: Literal["mse", "huber", "l1"] = "huber"
     delta: float = Field(default=1.0, gt=0, description="of huber, in standard deviations of the target")
     offset_weight: float = Field(default=0.1, ge=0)
+    unit: Literal["V", "VA"] = Field(
+        default="VA", description="V judges potential over thickness, which is scored: thin samples count as thick ones"
+    )
 
 
 class EngineSpec(StrictModel):

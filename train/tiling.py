@@ -4,7 +4,7 @@
    after the one before; the last one ends with the scan. A margin of one probe diameter at a window's rim, which the
    window's own probes hardly see, then counts only where the scan itself ends.
 2. No pattern says what a potential's mean is, so each window is sure of its image up to a constant. The constants are
-   chosen so that overlapping windows agree (least squares, solved by relaxation), their mean staying what it was.
+   chosen so that overlapping windows agree (least squares, by conjugate gradients), their mean staying what it was.
 3. Pixels are the mean over the windows that see them, weighted by a ramp that rises from the window's rim.
 """
 
@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse.linalg import LinearOperator, cg
 
 __all__ = ["Stitched", "starts", "stitch", "window_weight"]
 
 Array = npt.NDArray[np.floating[Any]]
 
-_RELAXATIONS = 60
+_MOST_ITERATIONS = 200
 _LEAST_WEIGHT = 1e-4
 
 
@@ -75,7 +76,6 @@ def stitch(
     for place, one in zip(places, weight, strict=True):
         total[place] += one
     safe = np.where(total > 0, total, 1.0)
-    offsets = np.zeros(len(tiles))
     power = weight.sum(axis=(1, 2))
 
     def blended(amounts: Array) -> Array:
@@ -84,15 +84,25 @@ def stitch(
             image[place] += one * amount
         return image / safe
 
-    for _ in range(_RELAXATIONS if len(tiles) > 1 else 0):
-        image = blended(values + offsets[:, None, None])
-        moved = np.array(
+    def disagreement(amounts: Array) -> Array:
+        """Of each window with the mean of all: the sum over its pixels of weight times (window - mean)."""
+        image = blended(amounts)
+        return np.array(
             [
-                float((one * (image[place] - value)).sum()) / max(p, 1e-12)
-                for place, one, value, p in zip(places, weight, values, power, strict=True)
+                float((one * (amount - image[place])).sum())
+                for place, one, amount in zip(places, weight, amounts, strict=True)
             ]
         )
-        offsets = moved - moved.mean()
+
+    # the normal equations of the offsets; constants are in the operator's null space and stay what they were
+    ones = np.ones_like(values)
+    operator = LinearOperator(
+        (len(tiles), len(tiles)), matvec=lambda o: disagreement(ones * np.reshape(o, (-1, 1, 1))), dtype=np.float64
+    )
+    offsets = np.zeros(len(tiles))
+    if len(tiles) > 1:
+        offsets, _ = cg(operator, -disagreement(values), rtol=1e-6, maxiter=_MOST_ITERATIONS)
+        offsets = offsets - float((power * offsets).sum() / max(power.sum(), 1e-12))
     shifted = values + offsets[:, None, None]
     image = blended(shifted)
     second = blended(shifted**2 + np.nan_to_num(spreads.astype(np.float64)) ** 2)

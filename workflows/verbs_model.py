@@ -17,9 +17,9 @@ from exitwave.workflows.session import open_session
     panel=TRAIN,
     purpose="Apply a trained network to an experimental or simulated 4D-STEM file.",
     more="Reads what RosettaSciIO reads (EMD, HyperSpy, MIB, DM4, MRC, …), also files larger than memory. What the "
-    "file does not say and no option gives is estimated and printed: semi-angle or detector sampling from the bright-field "
-    "disc, the scan's rotation from the curl of the centre of mass. Patterns are brought to the training's detector "
-    "and step, predicted window by window and stitched. Beside FILE come its uncertainty and a picture.",
+    "file does not say and no option gives is estimated and printed: semi-angle or detector sampling from the bright "
+    "disc, the scan's rotation from the curl of the centre of mass. Patterns are brought to the detector and the step "
+    "of the training, predicted window by window and stitched. Beside FILE come its uncertainty and a picture.",
     example="exitwave predict runs/a scan.emd --energy-keV 200 --out potential.hspy\n"
     "exitwave predict runs/a stack.mib --scan-shape 256x256 --scan-step-A 0.3 --energy-keV 200 --semiangle-mrad 20 "
     "--out potential.emd",

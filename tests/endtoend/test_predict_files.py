@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +21,8 @@ from exitwave.train.run import load_model
 from exitwave.train.spec import TrainSpec
 from exitwave.train.tiling import starts
 from exitwave.train.trainer import train
+from exitwave.workflows.predicting import predict_file
+from exitwave.workflows.session import open_session
 
 SPEC = TrainSpec.model_validate(
     {
@@ -57,7 +57,7 @@ def exported(made: dict[str, Any], cbed: Any = None) -> ExportedSample:
     field = FieldSpec(name="cbed", dtype="<f4", shape=made["cbed"].shape, axes=("Ry", "Rx", "Qy", "Qx"))
     return ExportedSample(
         uid=made["uid"],
-        params=made["params"],
+        params=made["params"][()],
         arrays={"cbed": made["cbed"] if cbed is None else cbed},
         fields=(field,),
         units={"cbed": "counts"},
@@ -74,13 +74,11 @@ def files(large: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> di
     return {"emd": folder / "scan.emd", "hspy": folder / "scan.hspy"}
 
 
-def exitwave(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "exitwave.workflows", *map(str, words)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def predicted(run: Path, source: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """What the verb does, in this process."""
+    plain: dict[str, Any] = {"scan_shape": None, "scan_step_A": None, "center": None, "flip": "none", "transpose": None}
+    with open_session(quiet=True) as session:
+        return predict_file(session, run, source, out, **(plain | {"force": False} | options))
 
 
 def energy(large: dict[str, Any]) -> float:
@@ -92,10 +90,8 @@ def test_a_large_scan_becomes_one_calibrated_image(
     kind: str, run: Path, large: dict[str, Any], files: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / f"potential.{kind}"
-    said = ("--energy-keV", energy(large)) if kind == "emd" else ()  # EMD files hold no energy
-    done = exitwave("predict", run, files[kind], "--out", out, "--json", *said)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    said = {"energy_keV": energy(large)} if kind == "emd" else {}  # EMD files hold no energy
+    told = predicted(run, files[kind], out, **said)
     assert told["windows"] == 16 and told["views"] == 8 and told["outside_training"] == []
     assert told["conditions"]["origin"]["semiangle_mrad"] == "file"
     assert (tmp_path / "potential.png").read_bytes().startswith(b"\x89PNG")
@@ -177,24 +173,32 @@ def test_a_finer_scan_is_resampled_and_a_file_is_read_by_the_row(run: Path) -> N
 def test_bad_input_is_one_message_each(
     run: Path, large: dict[str, Any], files: dict[str, Path], tmp_path: Path
 ) -> None:
-    def refused(source: Path, *words: object, out: str = "o.hspy") -> str:
-        done = exitwave("predict", run, source, "--out", tmp_path / out, *words)
-        assert done.returncode in (2, 3), done.stderr
-        assert "Traceback" not in done.stderr and not (tmp_path / out).exists()
-        return done.stderr
+    def refused(source: Path, out: str = "o.hspy", **options: Any) -> str:
+        with pytest.raises(UsageError) as caught:
+            predicted(run, source, tmp_path / out, **options)
+        assert not (tmp_path / out).exists()
+        return str(caught.value)
 
     emd = files["emd"]
     assert "give --energy-keV" in refused(emd)
-    assert "given in eV?" in refused(emd, "--energy-keV", 200000)
-    text = refused(emd, "--energy-keV", 300, "--semiangle-mrad", 35)
+    assert "given in eV?" in refused(emd, energy_keV=200000.0)
+    text = refused(emd, energy_keV=300.0, semiangle_mrad=35.0)
     assert "energy_keV is 300 keV, the model was trained on 100 to 200 keV" in text and "--force" in text
     assert "semiangle_mrad is 35 mrad, the model was trained on 20 mrad" in text
-    assert "expected a name ending in .hspy or .emd" in refused(emd, "--energy-keV", 200, out="o.tif")
+    assert "expected a name ending in .hspy or .emd" in refused(emd, out="o.tif", energy_keV=200.0)
+    assert "expected two numbers" in refused(emd, energy_keV=200.0, center="here")
+    assert "expected none, y, x or yx" in refused(emd, energy_keV=200.0, flip="z")
     assert "no such file" in refused(tmp_path / "none.emd")
     (tmp_path / "words.emd").write_text("not a file of that kind")
     assert "not readable as EMD" in refused(tmp_path / "words.emd")
     shutil.copy(emd, tmp_path / "scan.xyz")
     assert "RosettaSciIO reads no files called .xyz" in refused(tmp_path / "scan.xyz")
+    done = subprocess.run(
+        [sys.executable, "-m", "exitwave.workflows", "predict", run, emd, "--out", tmp_path / "o.hspy"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "give --energy-keV" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_what_cannot_be_predicted_says_so(
@@ -204,7 +208,7 @@ def test_what_cannot_be_predicted_says_so(
     small = fake.sample(MATERIAL, 1, scan=5, label=10)
     write_hspy(tmp_path / "small.hspy", exported(small))
     scan = open_scan(tmp_path / "small.hspy")
-    with pytest.raises(UsageError, match="5x5 positions.*window needs 8x8"):
+    with pytest.raises(UsageError, match=r"5x5 positions.*window needs 8x8"):
         predict(model, scan, resolve(scan, Given()))
     holes = large["cbed"].copy()
     holes[3, 4, 5, 6] = np.nan

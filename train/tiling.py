@@ -1,8 +1,9 @@
 """A large scan through a small window: where the windows lie, and how their images become one without seams.
 
-1. Windows of the network's scan shape cover the scan, each starting at most `window - 2·margin` (and half a window)
-   after the one before; the last one ends with the scan. A margin of one probe diameter at a window's rim, which the
-   window's own probes hardly see, then counts only where the scan itself ends.
+1. Windows of the network's scan shape cover the scan, each starting at most `window - 2·margin` (and a third of a
+   window, so that every pixel is seen by about as many) after the one before; the last one ends with the scan. A
+   margin of one probe diameter at a window's rim, which the window's own probes hardly see, then counts only where the
+   scan itself ends.
 2. No pattern says what a potential's mean is, so each window is sure of its image up to a constant. The constants are
    chosen so that overlapping windows agree (least squares, by conjugate gradients), their mean staying what it was.
 3. Pixels are the mean over the windows that see them, weighted by a ramp that rises from the window's rim.
@@ -39,7 +40,7 @@ def starts(length: int, window: int, *, margin: int, grain: int = 1) -> list[int
 
     At most `grain - 1` positions at the end are left out. `length` must hold one window.
     """
-    stride = max(1, min(window // 2, window - 2 * margin)) // grain * grain or grain
+    stride = max(1, min(window // 3, window - 2 * margin)) // grain * grain or grain
     last = (length - window) // grain * grain
     return sorted({*range(0, last, stride), last})
 

@@ -92,7 +92,7 @@ def test_a_large_scan_becomes_one_calibrated_image(
     out = tmp_path / f"potential.{kind}"
     said = {"energy_keV": energy(large)} if kind == "emd" else {}  # EMD files hold no energy
     told = predicted(run, files[kind], out, **said)
-    assert told["windows"] == 16 and told["views"] == 8 and told["outside_training"] == []
+    assert told["windows"] == 49 and told["views"] == 8 and told["outside_training"] == []
     assert told["conditions"]["origin"]["semiangle_mrad"] == "file"
     assert (tmp_path / "potential.png").read_bytes().startswith(b"\x89PNG")
     from rsciio import emd, hspy

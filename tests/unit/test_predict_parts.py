@@ -97,7 +97,7 @@ def test_windows_cover_the_scan(length, window, margin, grain):
         assert at % grain == 0 and at + window <= length
         seen[at : at + window] = True
     assert seen[: length - (length - window) % grain].all()
-    assert max(np.diff(found), default=0) <= max(grain, window // 2)
+    assert max(np.diff(found), default=0) <= max(grain, window // 3)
 
 
 def test_windows_that_differ_by_constants_become_one_image_without_seams():
@@ -113,7 +113,7 @@ def test_windows_that_differ_by_constants_become_one_image_without_seams():
     assert np.ptp(difference) < 1.0 < np.ptp(shifts)
     assert np.nanmax(made.spread) < 1.0
     weight = window_weight((12, 12), 3)
-    assert weight[0, 0] < 0.01 and weight[6, 6] == 1
+    assert weight[0, 0] < 0.01 and weight[6, 6] > 0.95
 
 
 def test_one_window_is_its_own_image_with_the_views_deviation():

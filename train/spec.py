@@ -154,11 +154,12 @@ class CheckpointSpec(StrictModel):
 class TrainSpec(StrictModel):
     """The whole of a training. `batch` counts samples over all ranks.
 
-    task: `reconstruct` the projected potential from patterns (`model`, `data`), or, from through-focal series
+    task: `reconstruct` the projected potential from patterns (`model`, `data`), `classify` patterns by the crystal's
+        space group (`data`; of `model` only growth, the first width, and dropout), or, from through-focal series
     (`series`), the potential's `volume`, or `regress` parameters.
     """
 
-    task: Literal["reconstruct", "volume", "regress"] = "reconstruct"
+    task: Literal["reconstruct", "classify", "volume", "regress"] = "reconstruct"
     model: ModelSpec = ModelSpec()
     series: SeriesSpec = SeriesSpec()
     data: DataSpec = DataSpec()

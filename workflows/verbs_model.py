@@ -91,3 +91,31 @@ def predict(
             thickness_A=thickness_A,
         )
         session.result(document, lambda: document["message"])
+
+
+@verb(
+    "export-model",
+    panel=TRAIN,
+    purpose="Write a trained network for other programs: safetensors, torch.export, ONNX.",
+    example="exitwave export-model runs/a --out model --format safetensors,torch,onnx",
+    then="`exitwave.train.export_model.load_exported` reads model.safetensors and config.json back.",
+    codes="0 written; 2 no trained model, an unknown format, or its library is not installed.",
+)
+def export_model(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a training, or of `exitwave run`.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write, made if needed.")],
+    formats: Annotated[
+        str, typer.Option("--format", metavar="A,B", help="Of safetensors, torch, onnx.")
+    ] = "safetensors,torch",
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.train.export_model import export_model as export
+    from exitwave.train.run import load_model
+
+    with open_session(json=json, quiet=quiet) as session:
+        inner = run / "train"
+        model = load_model(inner if not (run / "model.pt").exists() and inner.is_dir() else run)
+        made = export(model, out, [name.strip() for name in formats.split(",") if name.strip()])
+        session.result({"out": str(out), "files": made}, lambda: "Wrote " + ", ".join(made.values()))

@@ -117,6 +117,7 @@ def make_dataset(
     scan: int = 8,
     label: int = 32,
     step_A: float = 0.6,
+    classes: int = 1,
 ) -> Path:
     """A committed data set: so many materials in each split, one shard for each."""
     fields = (
@@ -128,6 +129,8 @@ def make_dataset(
     with ManifestWriter(root, epoch=1) as manifest:
         for material, split in enumerate(splits):
             made = [sample(material, index, scan=scan, label=label, step_A=step_A) for index in range(per_material)]
+            for one in made if classes > 1 else ():
+                one["params"]["space_group"] = 200 + material % classes
             with ShardWriter(
                 root,
                 shard_id=f"{material:016x}",

@@ -21,7 +21,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["CLASSES", "Failure", "FailureClass", "History", "fold", "is_final", "overdue_s", "replay_histories"]
+__all__ = [
+    "CLASSES",
+    "Failure",
+    "FailureClass",
+    "History",
+    "fold",
+    "is_final",
+    "overdue_s",
+    "replay_histories",
+    "starved_s",
+]
 
 FailureClass = Literal["error", "memory", "timeout", "killed"]
 CLASSES: tuple[FailureClass, ...] = get_args(FailureClass)
@@ -65,6 +75,21 @@ class History:
         return History(attempts=self.attempts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a campaign waits for what. Seconds, and bytes of memory.
+
+    `task_s`: one task; by default 30 times what the longest should need, at least ten minutes. `task_memory_bytes`: one
+    task; 0 for what its worker may use. `drain_s`: for what runs after a request to stop. `silence_s`: without a word
+    from a cluster on which nothing runs; then the tasks are handed out anew.
+    """
+
+    task_s: float | None = None
+    task_memory_bytes: int = 0
+    drain_s: float = 30.0
+    silence_s: float = 600.0
+
+
 def is_final(counts: Mapping[str, int]) -> bool:
     """Whether so many failures, by class, are the end of a task."""
     return (
@@ -74,10 +99,15 @@ def is_final(counts: Mapping[str, int]) -> bool:
     )
 
 
+def starved_s(limit_s: float) -> float:
+    """For how many seconds, at most, a task may wait for a processor without their counting against its limit."""
+    return max(45.0, 0.4 * limit_s)
+
+
 def overdue_s(limit_s: float) -> float:
     """After how many seconds on a worker a task counts as stalled: its limit, which the worker itself should have kept,
     and time for the worker to start its process and to say so."""
-    return limit_s + max(60.0, 0.5 * limit_s)
+    return limit_s + starved_s(limit_s) + 30.0
 
 
 def replay_histories(events: Iterable[Mapping[str, Any]]) -> dict[str, History]:
@@ -96,6 +126,9 @@ def fold(histories: Mapping[str, History], event: Mapping[str, Any]) -> Iterator
         for task, history in list(histories.items()):
             if history.counts or history.failed:
                 yield task, history.forgiven()
+        return
+    if kind == "campaign_extended":  # numbers of tasks may mean others from now on
+        yield from [(task, History()) for task in histories]
         return
     task = str(event.get("task", ""))
     if not task:

@@ -5,7 +5,8 @@
    swept; what it left published but uncommitted is adopted by the worker that meets it.
 3. What counts against each task is replayed from the events (`attempts`): failures outlive the controller.
 4. The loop (`campaign_loop`) hands a bounded window of tasks to the cluster and commits what comes back.
-5. A request to stop ends the refilling; what runs is awaited for a bounded time and committed. A full disk stops too.
+5. What happens is told as events, and shown as it happens (`live`).
+6. A request to stop ends the refilling; what runs is awaited for a bounded time and committed. A full disk stops too.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import sweep_parts
 from exitwave.ingest.manifest import MANIFEST_NAME, ManifestWriter
+from exitwave.simulate.attempts import Patience
 from exitwave.simulate.campaign_files import (
     EVENTS_NAME,
     disk_shortage,
+    fit_to,
     lay_out,
     make_folder,
-    refuse_other_campaign,
     take_back,
 )
-from exitwave.simulate.campaign_loop import CampaignLoop, CampaignResult, Listener, Patience
+from exitwave.simulate.campaign_loop import CampaignLoop, CampaignResult, Listener
 from exitwave.simulate.cluster import Cluster
 from exitwave.simulate.lease import Lease
+from exitwave.simulate.live import LiveStatus
 from exitwave.simulate.work import CampaignPlan
 
 __all__ = ["CampaignResult", "Patience", "disk_shortage", "run_campaign"]
@@ -50,13 +53,14 @@ def run_campaign(
     (`stop` was set, or the disk is full; the same call resumes). Failed tasks do not raise: see the result.
     """
     make_folder(dataset)
-    refuse_other_campaign(plan, dataset)
+    plan = fit_to(plan, dataset)
     with Lease(dataset) as lease:
         fresh = not (dataset / MANIFEST_NAME).exists()
         lay_out(plan, dataset)
         log = EventLog(dataset / EVENTS_NAME)
-        log.listeners.extend(listeners)
-        with ManifestWriter(dataset, epoch=lease.epoch) as manifest:
+        live = LiveStatus(dataset, epoch=lease.epoch, publish=cluster.publish)
+        log.listeners.extend([*listeners, live.feed])
+        with ManifestWriter(dataset, epoch=lease.epoch) as manifest, live:
             loop = CampaignLoop(
                 plan, dataset, cluster, log, manifest, stop or threading.Event(), patience or Patience(), lease
             )

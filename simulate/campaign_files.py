@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import disk_full_means_interrupted, sweep_parts, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, create_dataset, load_manifest
 from exitwave.ingest.records import Header
+from exitwave.simulate.campaign_extend import extended
 from exitwave.simulate.commands import COMMANDS_NAME
+from exitwave.simulate.live import STATUS_NAME
 from exitwave.simulate.state import PLAN_NAME
 from exitwave.simulate.state_index import STATE_DB_NAME
 from exitwave.simulate.wisdom import FOLDER as WISDOM_FOLDER
@@ -29,10 +32,10 @@ __all__ = [
     "EVENTS_NAME",
     "differences",
     "disk_shortage",
+    "fit_to",
     "lay_out",
     "make_folder",
     "plan_rows",
-    "refuse_other_campaign",
     "size",
     "take_back",
 ]
@@ -69,7 +72,8 @@ def make_folder(dataset: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"{dataset}: there is a file in the way; a folder for the data set expected") from None
     if not (dataset / MANIFEST_NAME).exists():
-        ours = {CAMPAIGN_NAME, EVENTS_NAME, PLAN_NAME, STATE_DB_NAME, COMMANDS_NAME, "shards", "lease", WISDOM_FOLDER}
+        ours = {CAMPAIGN_NAME, EVENTS_NAME, PLAN_NAME, STATE_DB_NAME, STATUS_NAME, COMMANDS_NAME}
+        ours |= {"shards", "lease", WISDOM_FOLDER}
         foreign = sorted(p.name for p in dataset.iterdir() if p.name not in ours and not p.name.startswith("."))
         if foreign:
             raise UsageError(
@@ -92,6 +96,9 @@ def lay_out(plan: CampaignPlan, dataset: Path) -> None:
         # The campaign first: a data set is one as soon as it has a manifest.
         write_atomic(dataset / CAMPAIGN_NAME, _resolved(plan))
         create_dataset(dataset, header)
+    elif _extends(plan, dataset):
+        EventLog(dataset / EVENTS_NAME).emit("campaign_extended", shards=len(plan.tasks), samples=plan.n_samples)
+        write_atomic(dataset / CAMPAIGN_NAME, _resolved(plan))
     content = {
         "name": plan.name,
         "campaign_hash": plan.campaign_hash,
@@ -100,6 +107,15 @@ def lay_out(plan: CampaignPlan, dataset: Path) -> None:
         "tasks": plan_rows(plan),
     }
     write_atomic(dataset / PLAN_NAME, json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+
+
+def _extends(plan: CampaignPlan, dataset: Path) -> bool:
+    """Whether the plan is another one than that of the last run here."""
+    try:
+        last = json.loads((dataset / PLAN_NAME).read_text())["campaign_hash"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        last = load_manifest(dataset).header.campaign_hash
+    return bool(last != plan.campaign_hash)
 
 
 def plan_rows(plan: CampaignPlan) -> list[dict[str, Any]]:
@@ -118,7 +134,7 @@ def plan_rows(plan: CampaignPlan) -> list[dict[str, Any]]:
 
 def take_back(dataset: Path) -> None:
     """What `_lay_out` made of a folder that was no data set; the manifest first, so that it is none again."""
-    for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME, STATE_DB_NAME):
+    for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME, STATE_DB_NAME, STATUS_NAME):
         (dataset / name).unlink(missing_ok=True)
     for folder in (dataset / "shards" / ".part", dataset / "shards"):
         with contextlib.suppress(OSError):
@@ -130,12 +146,20 @@ def _resolved(plan: CampaignPlan) -> bytes:
     return json.dumps(plan.resolved(), indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def refuse_other_campaign(plan: CampaignPlan, dataset: Path) -> None:
+def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
+    """`plan` for the data set: as it is where there is none yet, or one of this very campaign; with the names of what
+    is committed where it only adds to that. UsageError with the difference where it does more.
+    """
     if not (dataset / MANIFEST_NAME).exists():
-        return
-    found = load_manifest(dataset).header.campaign_hash
-    if found == plan.campaign_hash:
-        return
+        return plan
+    manifest = load_manifest(dataset)
+    found, planned = manifest.header.campaign_hash, {task.shard_id for task in plan.tasks}
+    if found == plan.campaign_hash and all(shard.shard_id in planned for shard in manifest.shards):
+        return plan
+    try:
+        return extended(plan, dataset)
+    except UsageError as error:
+        why = str(error)
     try:
         there = json.loads((dataset / CAMPAIGN_NAME).read_text())
         rows = differences(there, json.loads(_resolved(plan)))
@@ -143,8 +167,8 @@ def refuse_other_campaign(plan: CampaignPlan, dataset: Path) -> None:
         rows = [f"its {CAMPAIGN_NAME} cannot be read"]
     told = "; ".join(rows[:8]) or "the content of a structure's file or of a simulator has changed"
     raise UsageError(
-        f"{dataset} holds another campaign ({found[:12]}, this one is {plan.campaign_hash[:12]}): {told}. "
-        "Choose another folder, or give back the old configuration."
+        f"{dataset} holds another campaign ({found[:12]}, this one is {plan.campaign_hash[:12]}): {told}. It does not "
+        f"only add to that: {why}. Choose another folder, or give back the old configuration."
     )
 
 

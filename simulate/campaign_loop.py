@@ -21,8 +21,9 @@ from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.records import PublishedShard
-from exitwave.simulate.attempts import CLASSES, Failure, History, overdue_s, replay_histories
+from exitwave.simulate.attempts import CLASSES, Failure, History, Patience, overdue_s, replay_histories
 from exitwave.simulate.campaign_files import EVENTS_NAME, plan_rows, size
+from exitwave.simulate.campaign_resume import take_out_lost
 from exitwave.simulate.cluster import Cluster, Outcome
 from exitwave.simulate.commands import Command, read_commands
 from exitwave.simulate.lease import Lease
@@ -32,7 +33,7 @@ from exitwave.simulate.work import CampaignPlan, CampaignTask
 from exitwave.simulate.worker import run_guarded, run_task
 from exitwave.simulate.worker_guard import Limits
 
-__all__ = ["CampaignLoop", "CampaignResult", "Listener", "Patience"]
+__all__ = ["CampaignLoop", "CampaignResult", "Listener"]
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -52,21 +53,6 @@ class CampaignResult:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long a campaign waits for what. Seconds, and bytes of memory.
-
-    `task_s`: one task; by default 30 times what the longest should need, at least ten minutes. `task_memory_bytes`: one
-    task; 0 for what its worker may use. `drain_s`: for what runs after a request to stop. `silence_s`: without a word
-    from a cluster on which nothing runs; then the tasks are handed out anew.
-    """
-
-    task_s: float | None = None
-    task_memory_bytes: int = 0
-    drain_s: float = 30.0
-    silence_s: float = 600.0
-
-
 class CampaignLoop:
     """One run of the loop; its attributes are the loop's state."""
 
@@ -83,6 +69,7 @@ class CampaignLoop:
     ) -> None:
         self.plan, self.dataset, self.cluster, self.log, self.manifest = plan, dataset, cluster, log, manifest
         self.stop, self.patience, self.lease = stop, patience, lease
+        self.lost = take_out_lost(dataset, manifest)
         committed = {shard.shard_id: shard.nbytes for shard in manifest.manifest.shards}
         self.done = [t for t in plan.tasks if t.shard_id in committed]
         self.bytes = sum(committed.get(t.shard_id, 0) for t in self.done)
@@ -97,7 +84,7 @@ class CampaignLoop:
         self.todo: deque[CampaignTask] = deque(t for t in left if self._history(t).failed is None)
         self.running: dict[str, CampaignTask] = {}
         self.heard = self.looked = 0.0
-        self.silences = 0
+        self.silences = self.workers = 0
         self.limits = Limits(seconds=self._task_seconds(), memory_bytes=patience.task_memory_bytes)
 
     def _history(self, task: CampaignTask) -> History:
@@ -122,6 +109,11 @@ class CampaignLoop:
                 self.cluster.start(self.plan.simulator)
             self._announce()
             self._loop()
+            result = self._result(began)
+            told = {"committed": result.committed, "failed": result.failed, "samples": result.samples}
+            self.log.emit("campaign_finished", **told)
+            self._sweep()
+            return result
         except InterruptedRunError as error:
             with contextlib.suppress(InterruptedRunError):  # a full disk also refuses this line
                 self.log.emit("campaign_interrupted", why=str(error), committed=len(self.done))
@@ -129,11 +121,9 @@ class CampaignLoop:
         finally:
             self.index.close()
             self.cluster.close()
-        result = self._result(began)
-        self.log.emit("campaign_finished", committed=result.committed, failed=result.failed, samples=result.samples)
-        return result
 
     def _announce(self) -> None:
+        self.workers = self.cluster.n_workers
         self.log.emit(
             "campaign_started",
             name=self.plan.name,
@@ -147,33 +137,42 @@ class CampaignLoop:
             failed_samples=_samples(self.failed),
             attempts=self.attempts,
             rejected_samples=self.plan.rejected_samples,
-            workers=self.cluster.n_workers,
+            workers=self.workers,
             cluster=self.cluster.name,
             dashboard=self.cluster.dashboard_link,
             epoch=self.lease.epoch,
             host=socket.gethostname(),
         )
+        for shard_id, why in self.lost:
+            self.log.emit("shard_lost", shard_id=shard_id, why=why)
         for row in self.plan.rejected:
             self.log.emit("structure_rejected", source=row.source, why=row.why)
 
     def _loop(self) -> None:
         self.heard = self.looked = time.monotonic()
+        outcomes: list[Outcome] = []
         while self.todo or self.running:
-            if self.stop.is_set():
+            # What ended and what takes its place is told by one sync; nobody gets a task that was not told of.
+            stopping = self.stop.is_set()
+            with self.log.together():
+                for outcome in outcomes:
+                    self._take(outcome)
+                begun = [] if stopping else self._begin()
+            if stopping:
                 self._drain()
-            # Workers come and go: the window follows them.
-            while self.todo and len(self.running) < 4 * self.cluster.n_workers:
-                self._submit(self.todo.popleft())
-            outcomes = self.cluster.wait(0.25)
-            if outcomes:
-                self.heard, self.silences = time.monotonic(), 0
-            for outcome in outcomes:
-                self._take(outcome)
+            for task in begun:
+                self._hand_over(task, str(self.dataset.absolute()))
             if time.monotonic() - self.looked >= _LOOK_EVERY_S:
                 self.looked = time.monotonic()
                 self._obey(read_commands(self.dataset))
                 self._watch()
+                if self.cluster.n_workers != self.workers:
+                    self.workers = self.cluster.n_workers
+                    self.log.emit("workers_changed", workers=self.workers)
                 self.index.flush()
+            outcomes = self.cluster.wait(0.25)
+            if outcomes:
+                self.heard, self.silences = time.monotonic(), 0
 
     def _result(self, began: float) -> CampaignResult:
         return CampaignResult(
@@ -185,14 +184,27 @@ class CampaignLoop:
             seconds=time.monotonic() - began,
         )
 
+    def _sweep(self) -> None:
+        """At the end nobody needs what is half-written, on whatever host that was: its shard is there or has failed."""
+        for path in (self.dataset / "shards" / ".part").glob(".*.part"):
+            path.unlink(missing_ok=True)
+
     # --- one task
 
-    def _submit(self, task: CampaignTask) -> None:
-        history = self._history(task).begun()
-        self.histories[task.task_id] = history
-        self.log.emit("task_submitted", task=task.task_id, attempt=history.attempts, samples=len(task.sample_indices))
-        self.running[task.task_id] = task
-        folder = str(self.dataset.absolute())
+    def _begin(self) -> list[CampaignTask]:
+        """Tasks for the room in the window. Workers come and go: the window follows them."""
+        begun = []
+        while self.todo and len(self.running) < 4 * self.cluster.n_workers:
+            task = self.todo.popleft()
+            history = self._history(task).begun()
+            self.histories[task.task_id] = history
+            self.running[task.task_id] = task
+            samples = len(task.sample_indices)
+            self.log.emit("task_submitted", task=task.task_id, attempt=history.attempts, samples=samples)
+            begun.append(task)
+        return begun
+
+    def _hand_over(self, task: CampaignTask, folder: str) -> None:
         if self.cluster.name == "inline":
             self.cluster.submit(task.task_id, run_task, task, folder)
         else:
@@ -202,6 +214,7 @@ class CampaignLoop:
         task = self.running.pop(outcome.key, None)
         if task is None:
             return
+        self.lease.check()
         if outcome.kind == "ok" and "failed" not in outcome.result:
             self._commit(task, outcome.result)
             return
@@ -222,24 +235,27 @@ class CampaignLoop:
     def _commit(self, task: CampaignTask, receipt: Mapping[str, Any]) -> None:
         published = PublishedShard.from_json(receipt["published"])
         producer = receipt["producer"]
-        self.lease.check()
         try:
             self.manifest.commit(published, split=task.split, producer=producer)
         except DamagedDataError as error:  # it is not there, or not as long, as the worker said
             why = f"{error} (its worker had just published it)"
             self._fail(task, Failure(state="error", why=why, host=producer["host"], seconds=receipt["seconds"]))
             return
+        self._note(task, receipt, shard_id=published.shard_id, n=published.n, nbytes=published.nbytes)
+
+    def _note(self, task: CampaignTask, receipt: Mapping[str, Any], *, shard_id: str, n: int, nbytes: int) -> None:
+        """It is committed: it counts, and is told."""
         self.done.append(task)
         history = self.histories.pop(task.task_id, History())
         self.log.emit(
             "shard_committed",
             task=task.task_id,
-            shard_id=published.shard_id,
-            n=published.n,
-            nbytes=published.nbytes,
+            shard_id=shard_id,
+            n=n,
+            nbytes=nbytes,
             seconds=receipt["seconds"],
             simulated_s=receipt.get("simulated_s", 0.0),
-            host=producer.get("host", ""),
+            host=receipt["producer"].get("host", ""),
             attempt=history.attempts,
             adopted=receipt["adopted"],
             committed=len(self.done),
@@ -302,7 +318,9 @@ class CampaignLoop:
                 why = f"its worker has said nothing for {seconds:.0f} s; the limit is {self.limits.seconds:g} s"
                 task = self.running.pop(key)
                 self._fail(task, Failure(state="timeout", why=why, seconds=seconds, certain=False))
-        if not running and time.monotonic() - self.heard > self.patience.silence_s:
+        if self.cluster.queued:
+            self.heard = time.monotonic()
+        elif not running and time.monotonic() - self.heard > self.patience.silence_s:
             self._hand_out_anew()
 
     def _hand_out_anew(self) -> None:

@@ -6,6 +6,9 @@ different answers. Dask is imported by the files `cluster_*.py` alone, and only 
 
 - `inline`: this process, one task after the other (`cluster_inline`);
 - `local`: single-threaded worker processes on this machine (`cluster_local`);
+- `cuda`: one worker process for each GPU of this machine (`cluster_cuda`);
+- `slurm`: workers in jobs of a batch system, asked for again as they end (`cluster_slurm`);
+- `slurm-allocation`: the tasks of one srun (`cluster_allocation`; the command line takes it apart first);
 - `tcp://HOST:PORT`, `tls://HOST:PORT`: a scheduler that runs already (`cluster_address`).
 """
 
@@ -14,12 +17,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.cluster_outcome import Outcome
+from exitwave.simulate.cluster_spec import SlurmSpec
 
-__all__ = ["Cluster", "Outcome", "is_cluster_name", "make_cluster"]
+__all__ = ["EXPECTED", "Cluster", "Outcome", "is_cluster_name", "make_cluster"]
 
 
 class Cluster(Protocol):
@@ -34,6 +39,7 @@ class Cluster(Protocol):
 
     `n_workers` are the tasks that can run at once, now or as soon as those who were asked for have come. `running`
     gives for each task that a worker holds how many seconds ago it was first seen there; it is a second old at most.
+    `queued`: all workers wait in a batch system's queue, which may take days and is nobody's fault.
     """
 
     name: str
@@ -44,6 +50,9 @@ class Cluster(Protocol):
 
     @property
     def running(self) -> Mapping[str, float]: ...
+
+    @property
+    def queued(self) -> bool: ...
 
     def start(self, simulator: str) -> None: ...
 
@@ -59,15 +68,29 @@ class Cluster(Protocol):
 
 
 _ADDRESS = re.compile(r"(tcp|tls)://[^\s/]+:[0-9]{1,5}")
+_NAMES = ("inline", "local", "slurm", "slurm-allocation", "cuda")
+EXPECTED = "inline, local, slurm, cuda, or the address of a scheduler (tcp://HOST:PORT, tls://HOST:PORT)"
 
 
 def is_cluster_name(name: str) -> bool:
     """Whether `make_cluster` knows the name; whether anybody answers at an address is not asked."""
-    return name in ("inline", "local") or _ADDRESS.fullmatch(name) is not None
+    return name in _NAMES or _ADDRESS.fullmatch(name) is not None
 
 
-def make_cluster(name: str, *, workers: int | None = None) -> Cluster:
-    """A cluster by the name given on the command line; not yet started. `workers` defaults to one a core."""
+def make_cluster(
+    name: str,
+    *,
+    workers: int | None = None,
+    slurm: SlurmSpec | None = None,
+    tls: bool | None = None,
+    log_folder: Path | None = None,
+) -> Cluster:
+    """A cluster by the name given on the command line; not yet started.
+
+    `workers` defaults to one a core (local), one job's (slurm), one a GPU (cuda). `tls` encrypts what goes between
+    processes, and lets in nobody without this user's certificate: on for slurm and tls:// addresses, where traffic
+    leaves the machine, off for local unless asked for. `log_folder` takes the output of jobs.
+    """
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least 1 expected")
     if name == "inline":
@@ -79,9 +102,20 @@ def make_cluster(name: str, *, workers: int | None = None) -> Cluster:
     if name == "local":
         from exitwave.simulate.cluster_local import LocalCluster
 
-        return LocalCluster(workers or len(os.sched_getaffinity(0)))
+        return LocalCluster(workers or len(os.sched_getaffinity(0)), tls=bool(tls))
+    if name == "cuda":
+        from exitwave.simulate.cluster_cuda import CudaCluster
+
+        return CudaCluster(workers)
+    if name == "slurm":
+        from exitwave.simulate.cluster_slurm import SlurmCluster
+
+        spec = slurm or SlurmSpec()
+        return SlurmCluster(workers or spec.workers_per_job, spec, tls=tls is not False, log_folder=log_folder)
     if _ADDRESS.fullmatch(name):
         from exitwave.simulate.cluster_address import ExistingCluster
 
         return ExistingCluster(name)
-    raise UsageError(f"--cluster {name}: inline, local, or the address of a scheduler (tcp://HOST:PORT) expected")
+    if name == "slurm-allocation":
+        raise UsageError("--cluster slurm-allocation: started by srun alone, one task for each part")
+    raise UsageError(f"--cluster {name}: {EXPECTED} expected")

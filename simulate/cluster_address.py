@@ -9,6 +9,7 @@ import distributed
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.cluster_dask import DaskCluster
 from exitwave.simulate.cluster_outcome import describe
+from exitwave.simulate.cluster_tls import security
 
 __all__ = ["ExistingCluster"]
 
@@ -18,10 +19,10 @@ _FIRST_TRY_S = 5.0
 class ExistingCluster(DaskCluster):
     """Joins by address; comes back by itself when the scheduler dies and is started again at the same address."""
 
-    def __init__(self, address: str, *, security: Any = None) -> None:
+    def __init__(self, address: str) -> None:
         super().__init__()
         self.name = address
-        self._security = security
+        self._security = security(own=False) if address.startswith("tls://") else None
 
     def _connect(self, timeout_s: float) -> Any:
         return distributed.Client(self.name, timeout=timeout_s, security=self._security)

@@ -18,6 +18,7 @@ class InlineCluster:
 
     name = "inline"
     n_workers = 1
+    queued = False
     dashboard_link: str | None = None
 
     def __init__(self) -> None:

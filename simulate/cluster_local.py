@@ -15,8 +15,9 @@ import distributed
 from exitwave.ingest.errors import InterruptedRunError
 from exitwave.simulate.cluster_dask import DaskCluster
 from exitwave.simulate.cluster_outcome import describe
+from exitwave.simulate.cluster_tls import security
 
-__all__ = ["LocalCluster", "scratch_folder"]
+__all__ = ["LocalCluster", "scheduler_habits", "scratch_folder"]
 
 
 def scratch_folder() -> str:
@@ -26,16 +27,22 @@ def scratch_folder() -> str:
     return str(scratch)
 
 
+def scheduler_habits() -> None:
+    """Of a scheduler in this process. A task whose worker dies is reported at once: the campaign counts attempts and
+    keeps them over a restart. And no worker is given a second task while it has one in hand."""
+    dask.config.set({"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.worker-saturation": 1.0})
+
+
 class LocalCluster(DaskCluster):
     """The scheduler lives in this process; scheduler, workers and dashboard listen on 127.0.0.1 alone."""
 
     name = "local"
     own_group = True
 
-    def __init__(self, workers: int, *, security: Any = None) -> None:
+    def __init__(self, workers: int, *, tls: bool = False) -> None:
         super().__init__()
         self._asked = workers
-        self._security = security
+        self._tls = tls
         self._cluster: Any = None
 
     @property
@@ -43,8 +50,7 @@ class LocalCluster(DaskCluster):
         return self._asked
 
     def _launch(self) -> None:
-        # A task whose worker dies is reported at once: the campaign counts attempts and keeps them over a restart.
-        dask.config.set({"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.worker-saturation": 1.0})
+        scheduler_habits()
         try:
             self._cluster = distributed.LocalCluster(
                 n_workers=self._asked,
@@ -54,7 +60,8 @@ class LocalCluster(DaskCluster):
                 dashboard_address="127.0.0.1:0",
                 local_directory=scratch_folder(),
                 silence_logs="CRITICAL",
-                security=self._security,
+                security=security() if self._tls else None,
+                protocol="tls" if self._tls else "tcp",
             )
         except RuntimeError as error:  # a worker process that died before its first word
             raise InterruptedRunError(

@@ -118,6 +118,11 @@ class Counters:
             self._on[type(event)](event)
 
     @property
+    def last(self) -> float:
+        """When the last event came, seconds since 1970."""
+        return self._last
+
+    @property
     def newest(self) -> Mapping[str, Any] | None:
         """Of the shard that was committed last: shard_id, structures, t."""
         return self._newest

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exitwave.ingest.files import part_path
 from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.simulate.counters import SNAPSHOT_VERSION, Counters
-from exitwave.simulate.pictures import Picture, newest_pictures
+
+if TYPE_CHECKING:
+    from exitwave.simulate.pictures import Picture
 
 __all__ = ["STATUS_NAME", "LiveStatus", "read_live"]
 
@@ -29,6 +31,7 @@ STATUS_NAME = "status.json"
 _EVERY_S = 1.0
 _PICTURES_EVERY_S = 5.0
 _STALE_S = 15.0
+_PATIENCE_S = 2.0
 
 Publish = Callable[[Mapping[str, Any]], None]
 
@@ -45,15 +48,19 @@ class LiveStatus:
         self._dataset, self._epoch, self._publish, self._every_s = dataset, epoch, publish, every_s
         self._counters = Counters()
         self._lock = threading.Lock()
-        self._end = threading.Event()
+        self._wake, self._shown, self._ended = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="exitwave-status", daemon=True)
         self._pictures: list[Picture] = []
         self._pictured: tuple[float, str] = (0.0, "")
 
     def feed(self, event: Mapping[str, Any]) -> None:
-        """Take in one event."""
+        """Take in one event. The end of a run is shown before this returns, or two seconds were not enough for it."""
         with self._lock:
             self._counters.feed(event)
+        if event.get("kind") in ("campaign_finished", "campaign_interrupted") and self._thread.is_alive():
+            self._shown.clear()
+            self._wake.set()
+            self._shown.wait(_PATIENCE_S)
 
     def snapshot(self) -> dict[str, Any]:
         """What is shown now: that of `Counters`, with the data set, the epoch and the size of the manifest."""
@@ -67,8 +74,10 @@ class LiveStatus:
         }
 
     def show(self) -> None:
-        """Write and publish the present snapshot."""
+        """Write and publish the present snapshot; nothing before a campaign began."""
         shown = self.snapshot()
+        if shown["activity"] == "not started":
+            return
         with contextlib.suppress(OSError):
             _replace(self._dataset / STATUS_NAME, json.dumps(shown, ensure_ascii=False, separators=(",", ":")))
         if self._publish is not None:
@@ -85,11 +94,17 @@ class LiveStatus:
             return
         self._pictured = (time.monotonic(), newest["shard_id"])
         with contextlib.suppress(Exception):  # the shard may be gone, or its fields no pictures
+            from exitwave.simulate.pictures import newest_pictures  # with HDF5, which readers of the status do not need
+
             self._pictures = newest_pictures(self._dataset, newest["shard_id"])
 
     def _work(self) -> None:
-        while not self._end.wait(self._every_s):
+        while not self._ended:
+            woken = self._wake.wait(self._every_s)
+            self._wake.clear()
             self.show()
+            if woken:
+                self._shown.set()
 
     def __enter__(self) -> LiveStatus:
         self._thread.start()
@@ -98,10 +113,10 @@ class LiveStatus:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end.set()
-        self._thread.join(timeout=5.0)
         self._publish = None  # the cluster is closed by now
-        self.show()
+        self._ended = True
+        self._wake.set()
+        self._thread.join(timeout=_PATIENCE_S)
 
 
 def read_live(dataset: Path, holder: Mapping[str, Any] | None) -> dict[str, Any] | None:

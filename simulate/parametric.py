@@ -170,6 +170,9 @@ class ParametricTask:
     def compression(self) -> str:
         return self.recipe.compression
 
+    def uids(self) -> tuple[int, ...]:
+        return tuple(self.recipe.uid(self.recipe.values(index)) for index in self.sample_indices)
+
     def estimated_seconds(self) -> float:
         return self.recipe.seconds * len(self.sample_indices)
 

@@ -7,6 +7,7 @@ committed or a later run submits it again.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import load_manifest
+from exitwave.simulate.counters import fold
 from exitwave.simulate.lease import lease_holder
+from exitwave.simulate.live import read_live
 from exitwave.simulate.state_index import read_failed
 from exitwave.simulate.state_task import TaskState, apply
 
@@ -71,41 +74,48 @@ def _load(dataset: Path) -> tuple[dict[str, Any], list[TaskState], list[dict[str
 
 
 def campaign_status(dataset: Path) -> dict[str, Any]:
-    """The contract's `status` of a data set. Raises UsageError where there is none."""
-    plan, states, events, holder = _load(dataset)
-    shards = dict.fromkeys(("pending", "running", "committed", "failed"), 0)
-    samples = {"planned": 0, "committed": 0, "failed": 0, "rejected": int(plan.get("rejected_samples", 0))}
-    for state in states:
-        shards[state.state] += 1
-        samples["planned"] += state.samples
-        if state.state in ("committed", "failed"):
-            samples[state.state] += state.samples
-    started = next((e for e in reversed(events) if e["kind"] == "campaign_started"), None)
-    rate = _rate(events, float(started["t"])) if started else 0.0
-    open_samples = samples["planned"] - samples["committed"] - samples["failed"]
+    """The contract's `status` of a data set: the snapshot of `counters`. Raises UsageError where there is none.
+
+    Where a controller is at work, or one ended in order, its own last snapshot is shown, which costs the same however
+    large the campaign is. Else everything is read: what the manifest says counts.
+    """
+    holder = lease_holder(dataset)
+    shown = read_live(dataset, holder) or _read_all(dataset)
     return {
-        "name": plan.get("name", ""),
-        "samples": samples,
-        "shards": shards,
-        "rate_samples_per_s": rate,
-        "eta_s": (open_samples / rate if rate > 0 else None) if open_samples else 0.0,
-        "attempts": sum(state.attempts for state in states),
-        "cluster": started.get("cluster") if started else None,
-        "workers": started.get("workers") if started else None,
-        "dashboard": started.get("dashboard") if started and holder else None,
+        **shown,
+        "dashboard": shown["dashboard"] if holder is not None else None,
         "running": holder is not None,
         "controller": holder,
-        "rejected": plan.get("rejected", []),
     }
 
 
-def _rate(events: Sequence[Mapping[str, Any]], since: float) -> float:
-    """Samples per second of the last run, from its start to its last commit."""
-    commits = [e for e in events if e["kind"] == "shard_committed" and float(e["t"]) >= since]
-    if not commits:
-        return 0.0
-    took = float(commits[-1]["t"]) - since
-    return sum(int(e["n"]) for e in commits) / took if took > 0 else 0.0
+def _read_all(dataset: Path) -> dict[str, Any]:
+    """The snapshot from plan, manifest and events."""
+    plan, states, events, _ = _load(dataset)
+    shards = dict.fromkeys(("pending", "running", "committed", "failed", "rejected"), 0)
+    samples = {"planned": 0, "committed": 0, "failed": 0, "rejected": int(plan.get("rejected_samples", 0))}
+    for state in states:
+        shards[state.state] = shards.get(state.state, 0) + 1
+        samples["planned"] += state.samples
+        if state.state in ("committed", "failed"):
+            samples[state.state] += state.samples
+    counters = fold(events)
+    shown = counters.snapshot(time.time())
+    if shown["activity"] == "running" and lease_holder(dataset) is None:  # it died: its rate is that of its life
+        counters.feed({"kind": "campaign_interrupted", "t": counters.last, "why": "its controller died"})
+        shown = counters.snapshot(time.time())
+    rate = shown["rate_samples_per_s"]
+    left = samples["planned"] - samples["committed"] - samples["failed"]
+    return {
+        **shown,
+        "name": plan.get("name", ""),
+        "samples": samples,
+        "shards": shards,
+        "eta_s": (left / rate if rate > 0 else None) if left else 0.0,
+        "attempts": sum(state.attempts for state in states),
+        "rejected": plan.get("rejected", []),
+        "dataset": str(dataset.absolute()),
+    }
 
 
 def campaign_failures(dataset: Path, *, states: Collection[str] = ()) -> list[dict[str, Any]]:

@@ -33,6 +33,10 @@ def apply(states: Mapping[str, TaskState], event: Mapping[str, Any]) -> None:
             if each.state == "running":
                 each.state = "pending"
         return
+    if kind == "campaign_extended":  # numbers of tasks may mean others from now on
+        for each in states.values():
+            each.state, each.failure, each.why, each.attempts = "pending", "", "", 0
+        return
     state = states.get(str(event.get("task", "")))
     if state is None:
         return

@@ -441,6 +441,9 @@ class TaskSpec:
     def compression(self) -> str:
         return self.recipe.storage.compression
 
+    def uids(self) -> tuple[int, ...]:
+        return tuple(sample.uid for sample in self.samples())
+
     def estimated_seconds(self) -> float:
         """On one core, by the model of the cost."""
         from exitwave.simulate.cost import estimate_seconds

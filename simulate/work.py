@@ -63,6 +63,10 @@ class CampaignTask(Protocol):
     @property
     def compression(self) -> str: ...
 
+    def uids(self) -> tuple[int, ...]:
+        """Of its samples, in order; what they are depends on nothing else of the plan."""
+        ...
+
     def estimated_seconds(self) -> float:
         """On one core; infinite where nobody knows."""
         ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,16 @@ def start_guard(simulator: str, *, memory_bytes: int = 0) -> None:
 
 def run_guarded(task: CampaignTask, dataset: str, limits: Limits) -> dict[str, Any]:
     """`run_task` in the worker's guarded process: its receipt, or a report of the failure (`failure_report`)."""
+    return run_guarded_call(run_task, task, dataset, limits)
+
+
+def run_guarded_call(
+    function: Callable[[Any, str], dict[str, Any]], task: CampaignTask, dataset: str, limits: Limits
+) -> dict[str, Any]:
+    """As `run_guarded`, for another function than `run_task`."""
     if not _guards:
         start_guard(task.simulator)
-    report: dict[str, Any] = _guards[0].call(run_task, (task, dataset), limits)
+    report: dict[str, Any] = _guards[0].call(function, (task, dataset), limits)
     if report.get("failed", {}).get("state") in ("memory", "timeout", "killed"):
         sweep_parts(Path(dataset) / "shards" / ".part")  # what it had half-written
     return report

@@ -10,25 +10,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from exitwave.ingest import GlobalSampler, ShardDataset, Window
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.events import EventLog
 from exitwave.train.allreduce.engine import GroupedAllreduce
-from exitwave.train.loader import open_split
+from exitwave.train.device import device_of
+from exitwave.train.ema import Ema
+from exitwave.train.loader import EVALUATION_EPOCH, open_split
 from exitwave.train.mesh import Ranks
+from exitwave.train.meter import flops_of_a_sample, peak_flops_per_s
 from exitwave.train.optim import make_optimizer
 from exitwave.train.parallel import DataPlan, Parallel
+from exitwave.train.recompute import recompute_blocks
+from exitwave.train.recorder import Recorder
 from exitwave.train.spec import TrainSpec
 from exitwave.train.state import Progress, latest_checkpoint, load_checkpoint
 from exitwave.train.task import Task
-from exitwave.train.training import Training, count_parameters
+from exitwave.train.training import DTYPE, LOW_PRECISION, Training, count_parameters
 
-__all__ = ["DTYPE", "build", "open_samples"]
-
-DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
+__all__ = ["build", "open_samples"]
 
 
 def open_samples(
@@ -43,6 +47,8 @@ def open_samples(
             raise UsageError(f"batch: expected at most the {len(dataset)} training samples, got {spec.batch}")
         if spec.batch < plan.size:
             raise UsageError(f"batch: expected at least one sample a rank, got {spec.batch} for {plan.size}")
+        if spec.deterministic == "any-ranks" and plan.size != ranks.info.world_size:
+            raise UsageError("deterministic: any-ranks serves ranks that read whole samples, not a spatial mesh")
     except Exception as caught:
         error = caught
     ranks.agree(error=error)
@@ -61,11 +67,27 @@ def build(
     ranks: Ranks,
     parallel: Parallel,
     plan: DataPlan,
-    events: EventLog | None,
+    recorder: Recorder | None,
 ) -> Training:
     """Steps 2 to 5 of the module's text; every rank calls it."""
     measured = ranks.from_first(lambda: task.measure(dataset))
-    module = parallel.parallelize(task.make_model(measured).to(DTYPE[spec.precision]), ranks)
+    device = device_of(spec, ranks)
+    module = task.make_model(measured).to(device, DTYPE[spec.precision])
+    flops = peak = None
+    if recorder is not None and type(plan) is DataPlan:  # one sample fits a rank's memory
+        flops, peak = _speed(spec, task, dataset, measured, module)
+    module = parallel.parallelize(module, ranks)
+    if spec.gradient_checkpointing:
+        recompute_blocks(module)
+    if spec.compile:
+        module.compile()
+    ema = None if spec.optimizer.ema is None else Ema(module, spec.optimizer.ema)
+    scaler = None
+    if spec.precision == "fp16":
+        scaler = torch.amp.GradScaler(
+            device.type, init_scale=spec.loss_scale.start, growth_interval=spec.loss_scale.growth_steps
+        )
+        scaler.scale(torch.zeros((), device=device))  # it has a scale from here on
     optimizer = make_optimizer(spec.optimizer, module.named_parameters())
     sampler = GlobalSampler(
         dataset,
@@ -78,8 +100,10 @@ def build(
     progress = Progress(step=0, elapsed_s=0.0, sampler=sampler.state_dict())
     checkpoint = ranks.from_first(lambda: latest_checkpoint(out / "checkpoints"))
     if checkpoint is not None:
-        progress = load_checkpoint(checkpoint, ranks, module, optimizer)
+        progress = load_checkpoint(checkpoint, ranks, module, optimizer, means=None if ema is None else ema.mean)
         sampler.load_state_dict(progress.sampler)
+        if scaler is not None and progress.scaler is not None:
+            scaler.load_state_dict(progress.scaler)
     engine = GroupedAllreduce(
         module,
         protocol=spec.engine.protocol,
@@ -97,7 +121,7 @@ def build(
         out=out,
         ranks=ranks,
         plan=plan,
-        events=events,
+        recorder=recorder,
         dataset=dataset,
         measured=measured,
         module=module,
@@ -108,6 +132,12 @@ def build(
         step=progress.step,
         resumed_from=progress.step,
         elapsed_s=progress.elapsed_s,
+        device=device,
+        scaler=scaler,
+        ema=ema,
+        skipped=progress.skipped,
+        flops_a_sample=flops,
+        peak_flops_per_s=peak,
         saved_step=progress.step if checkpoint is not None else -1,
     )
     training.emit(
@@ -118,9 +148,23 @@ def build(
         samples=len(dataset),
         batch=spec.batch,
         world_size=ranks.info.world_size,
+        mesh=f"{plan.size}x{ranks.info.world_size // plan.size}",
         parameters=count_parameters(module),
+        flops_a_sample=flops,
+        peak_flops_per_s=peak,
     )
     return training
+
+
+def _speed(
+    spec: TrainSpec, task: Task, dataset: ShardDataset, measured: Any, module: nn.Module
+) -> tuple[float | None, float]:
+    """Operations a sample, and operations a second that this rank could do."""
+    flops = flops_of_a_sample(module, task.prepare(measured, epoch=EVALUATION_EPOCH)([dataset[0]]))
+    device, dtype = next(module.parameters()).device, DTYPE[spec.precision]
+    if device.type != "cpu":
+        dtype = LOW_PRECISION.get(spec.precision, dtype)
+    return flops, peak_flops_per_s(device, dtype)
 
 
 def _total_steps(spec: TrainSpec, samples: int) -> int | None:

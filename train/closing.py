@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,15 @@ def checkpoint(training: Training) -> None:
         return
     began = time.perf_counter()
     _refuse_to_save_what_is_lost(training)
-    progress = Progress(step=training.step, elapsed_s=training.clock_s(), sampler=training.sampler.state_dict())
+    if training.recorder is not None:
+        training.recorder.flush()
+    progress = Progress(
+        step=training.step,
+        elapsed_s=training.clock_s(),
+        sampler=training.sampler.state_dict(),
+        scaler=None if training.scaler is None else training.scaler.state_dict(),
+        skipped=training.skipped,
+    )
     with whole_optimizer(training.optimizer) as optimizer:
         path = save_checkpoint(
             training.out / "checkpoints",
@@ -47,6 +56,7 @@ def checkpoint(training: Training) -> None:
             optimizer,
             progress,
             keep=training.spec.checkpoint.keep,
+            means=None if training.ema is None else training.ema.mean,
         )
     training.saved_step = training.step
     training.emit("train_checkpoint", step=training.step, path=path.name, seconds=time.perf_counter() - began)
@@ -69,15 +79,7 @@ def _refuse_to_save_what_is_lost(training: Training) -> None:
 def finish(training: Training) -> TrainResult:
     """The last checkpoint and model.pt. Every rank calls it."""
     checkpoint(training)
-    training.ranks.from_first(
-        lambda: training.task.save(
-            training.out / "model.pt",
-            training.module,
-            training.measured,
-            dataset_id=training.dataset.dataset_id,
-            step=training.step,
-        )
-    )
+    training.ranks.from_first(lambda: _save_model(training))
     seconds = time.perf_counter() - training.started
     result = TrainResult(
         run=training.out,
@@ -97,7 +99,20 @@ def finish(training: Training) -> TrainResult:
         seconds=training.clock_s(),
         parameters=result.parameters,
     )
+    if training.recorder is not None:
+        training.recorder.flush()
     return result
+
+
+def _save_model(training: Training) -> None:
+    with nullcontext() if training.ema is None else training.ema.in_place():
+        training.task.save(
+            training.out / "model.pt",
+            training.module,
+            training.measured,
+            dataset_id=training.dataset.dataset_id,
+            step=training.step,
+        )
 
 
 def already_done(out: Path, info: RankInfo) -> TrainResult:

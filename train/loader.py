@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from exitwave.ingest import GlobalSampler, ShardDataset
-from exitwave.ingest.errors import UsageError
+from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.train.preprocess import (
     Preprocessing,
     augment,
@@ -27,7 +28,7 @@ from exitwave.train.preprocess import (
 )
 from exitwave.train.spec import DataSpec
 
-__all__ = ["EVALUATION_EPOCH", "Batch", "Prepare", "measure", "open_split", "rank_batches"]
+__all__ = ["EVALUATION_EPOCH", "Batch", "Measured", "Prepare", "check_numbers", "measure", "open_split", "rank_batches"]
 
 # The noise of validation and test patterns: no training epoch has this number.
 EVALUATION_EPOCH = -1
@@ -58,11 +59,31 @@ class Batch:
     uids: tuple[int, ...]
     scale: Tensor | None = None
 
-    def to(self, dtype: torch.dtype) -> Batch:
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
         """The same batch in another precision; itself where it has that already. Whole numbers stay what they are."""
-        target = self.target.to(dtype) if self.target.is_floating_point() else self.target
-        scale = None if self.scale is None else self.scale.to(dtype)
-        return replace(self, inputs=self.inputs.to(dtype), target=target, weight=self.weight.to(dtype), scale=scale)
+        target = self.target.to(device, dtype if self.target.is_floating_point() else None)
+        scale = None if self.scale is None else self.scale.to(device, dtype)
+        weight = self.weight.to(device, dtype)
+        return replace(self, inputs=self.inputs.to(device, dtype), target=target, weight=weight, scale=scale)
+
+    def split(self, parts: int) -> list[Batch]:
+        """So many consecutive parts whose sizes differ by one at most, the empty ones left out."""
+        n = len(self.uids)
+        if parts <= 1:
+            return [self]
+        ends = [n * k // parts for k in range(parts + 1)]
+        return [
+            replace(
+                self,
+                inputs=self.inputs[a:b],
+                target=self.target[a:b],
+                weight=self.weight[a:b],
+                uids=self.uids[a:b],
+                scale=None if self.scale is None else self.scale[a:b],
+            )
+            for a, b in pairwise(ends)
+            if b > a
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +100,8 @@ class Prepare:
         inputs, targets, weights = [], [], []
         for sample in samples:
             uid, params = int(sample["uid"]), sample["params"]
+            check_numbers(sample, "cbed", least=0.0)
+            check_numbers(sample, "potential")
             counts = noisy_counts(
                 sample["cbed"], self.data, seed=self.seed, epoch=self.epoch, uid=uid, params=sample["params"]
             )
@@ -104,6 +127,24 @@ class Prepare:
         low, high = self.preprocessing.trained["thickness_A"]
         depth = [float(sample["params"]["thickness_A"]) for sample in samples]
         return torch.tensor([(low * high) ** 0.5 / max(d, 1e-3) for d in depth], dtype=torch.float32)
+
+
+def check_numbers(sample: dict[str, Any], field: str, *, least: float = -np.inf) -> None:
+    """Refuses a field that cannot be trained on before it spoils a batch.
+
+    Raises:
+        DamagedDataError: NaN, an infinity or a value below `least`, with the sample's uid.
+    """
+    values = sample[field]
+    low, high = float(values.min()), float(values.max())  # both are NaN where one value is
+    if np.isfinite(low) and np.isfinite(high) and low >= least:
+        return
+    bound = "finite numbers" if least == -np.inf else f"finite numbers of at least {least:g}"
+    bad = int(np.count_nonzero(~np.isfinite(values) | (values < least)))
+    raise DamagedDataError(
+        f"sample {int(sample['uid']):016x}: expected {bound} in {field}, {bad} of {values.size} values are not. Find "
+        "what wrote them; `exitwave subset` leaves samples out"
+    )
 
 
 def open_split(
@@ -153,6 +194,8 @@ def measure(dataset: ShardDataset, *, layout: str) -> Measured:
     seen: list[tuple[float, ...]] = []
     for index in indices:
         sample = dataset[index]
+        check_numbers(sample, "cbed", least=0.0)
+        check_numbers(sample, "potential")
         potential = sample["potential"].astype(np.float64)
         total += float(potential.mean())
         variance += float(potential.var()) / n

@@ -6,25 +6,30 @@ import time
 from collections.abc import Callable, Iterator
 
 from exitwave.ingest.errors import InterruptedRunError
-from exitwave.train.build import DTYPE
 from exitwave.train.closing import checkpoint
-from exitwave.train.loader import Batch, rank_batches
+from exitwave.train.feed import feeding
+from exitwave.train.loader import Batch
 from exitwave.train.optim import learning_rate, set_learning_rate
-from exitwave.train.step import take_step
+from exitwave.train.step import StepOutcome, take_step
 from exitwave.train.training import Training, exposed_s
 from exitwave.train.validation import validate
 
-__all__ = ["fit"]
+__all__ = ["fit", "take_steps"]
 
 
 def fit(training: Training, stop: Callable[[], bool]) -> None:
     """Trains to the end. InterruptedRunError, after a checkpoint, when `stop` is true on any rank."""
+    with feeding(training) as batches:
+        take_steps(training, batches, stop)
+
+
+def take_steps(training: Training, batches: Iterator[Batch], stop: Callable[[], bool]) -> None:
+    """Steps on `batches` until the training is finished, with all that belongs to them."""
     spec, ranks = training.spec, training.ranks
-    batches: Iterator[Batch] = iter(())
     clock_s = ranks.agree(clock_s=training.clock_s()).clock_s
     while not training.finished(clock_s):
         began = time.perf_counter()
-        batch, batches, error = _next_batch(training, batches)
+        batch, error = _next(batches)
         data_wait_s = time.perf_counter() - began
         agreed = ranks.agree(error=error, stop=stop(), clock_s=training.clock_s())
         clock_s = agreed.clock_s
@@ -35,21 +40,22 @@ def fit(training: Training, stop: Callable[[], bool]) -> None:
                 f"{training.out}: stopped after step {training.step}, with a checkpoint; the same command resumes there"
             )
         assert batch is not None
-        lr = learning_rate(spec.optimizer, step=training.step, progress=training.progress(clock_s))
+        progress = training.progress(clock_s)
+        lr = learning_rate(spec.optimizer, step=training.step, progress=progress, batch=spec.batch)
         set_learning_rate(training.optimizer, lr)
         exposed_before = exposed_s(training.engine)
-        training.loss = take_step(training, batch)
+        outcome = take_step(training, batch)
+        training.loss = outcome.loss
         training.sampler.commit(spec.batch)
         if training.prefetcher is not None:
             training.prefetcher.advance(training.sampler.epoch, training.sampler.committed)
         training.step += 1
         training.samples += spec.batch
-        training.emit(
-            "train_step",
-            step=training.step,
-            loss=training.loss,
+        _tell(
+            training,
+            outcome,
             lr=lr,
-            samples_per_s=spec.batch / (time.perf_counter() - began),
+            step_s=time.perf_counter() - began,
             data_wait_s=data_wait_s,
             exposed_comm_s=exposed_s(training.engine) - exposed_before,
         )
@@ -59,15 +65,41 @@ def fit(training: Training, stop: Callable[[], bool]) -> None:
             checkpoint(training)
 
 
-def _next_batch(training: Training, batches: Iterator[Batch]) -> tuple[Batch | None, Iterator[Batch], Exception | None]:
-    """The next batch of this epoch or the first of the next; a reading error is handed back, to be agreed on."""
+def _next(batches: Iterator[Batch]) -> tuple[Batch | None, Exception | None]:
+    """A reading error is handed back, to be agreed on."""
     try:
-        batch: Batch | None = next(batches, None)
-        if batch is None:
-            prepare = training.task.prepare(training.measured, epoch=training.sampler.epoch)
-            source = training.plan.view(training.dataset)
-            batches = rank_batches(source, training.sampler, prepare, workers=training.spec.data.workers)
-            batch = next(batches)
-        return batch.to(DTYPE[training.spec.precision]), batches, None
+        return next(batches), None
     except Exception as error:
-        return None, batches, error
+        return None, error
+
+
+def _tell(
+    training: Training, outcome: StepOutcome, *, lr: float, step_s: float, data_wait_s: float, exposed_comm_s: float
+) -> None:
+    """The step's event; what is not known, or not in use, is left out of it."""
+    if training.recorder is None:
+        return
+    more: dict[str, float] = {}
+    if outcome.gradient_norm is not None:
+        more["gradient_norm"] = outcome.gradient_norm
+    if training.scaler is not None:
+        more |= {"loss_scale": training.scale(), "skipped": training.skipped}
+    if training.flops_a_sample and training.peak_flops_per_s:
+        possible = training.peak_flops_per_s * training.ranks.info.world_size * step_s
+        more["mfu"] = training.flops_a_sample * training.spec.batch / possible
+    if training.cache is not None:
+        counts = training.dataset.data.cache_counts()
+        reads = counts["hits"] + counts["misses"]
+        if reads:
+            more["cache_hit_rate"] = counts["hits"] / reads
+    training.emit(
+        "train_step",
+        step=training.step,
+        loss=training.loss,
+        lr=lr,
+        samples_per_s=training.spec.batch / step_s,
+        step_s=step_s,
+        data_wait_s=data_wait_s,
+        exposed_comm_s=exposed_comm_s,
+        **more,
+    )

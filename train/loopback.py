@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -39,6 +40,8 @@ class LoopbackHub:
         self._rounds: list[_Round] = []
         self._next_round = [0] * size
         self._lost: dict[int, str] = {}
+        self._letters: dict[tuple[int, int, int], list[torch.Tensor]] = {}  # (sender, receiver, tag) -> in order
+        self._posted = threading.Condition(self._lock)
         self.notes: dict[str, str] = {}
 
     def transport(self, rank: int) -> LoopbackTransport:
@@ -51,6 +54,7 @@ class LoopbackHub:
             self._lost[rank] = why
             for number in range(self._next_round[rank], len(self._rounds)):
                 self._fail(self._rounds[number])
+            self._posted.notify_all()
 
     def join(self, rank: int, kind: str, value: Any) -> _Round:
         """Take part in this rank's next collective."""
@@ -66,6 +70,24 @@ class LoopbackHub:
             elif len(this.brought) == self.size and not this.ready.is_set():
                 self._complete(this)
             return this
+
+    def post(self, sender: int, receiver: int, tag: int, tensor: torch.Tensor) -> None:
+        """Leave a message."""
+        with self._posted:
+            self._letters.setdefault((sender, receiver, tag), []).append(tensor.clone())
+            self._posted.notify_all()
+
+    def take(self, sender: int, receiver: int, tag: int, into: torch.Tensor) -> None:
+        """Wait for a message. Raises `TransportError` when its sender is lost, ValueError for another shape."""
+        with self._posted:
+            while not self._letters.get((sender, receiver, tag)):
+                if sender in self._lost:
+                    raise TransportError(f"connection closed by rank {sender} ({self._lost[sender]})")
+                self._posted.wait()
+            found = self._letters[sender, receiver, tag].pop(0)
+        if found.shape != into.shape or found.dtype != into.dtype:
+            raise ValueError(f"a message of {found.dtype} {tuple(found.shape)} into {into.dtype} {tuple(into.shape)}")
+        into.copy_(found)
 
     def _fail(self, this: _Round) -> None:
         if not this.ready.is_set():
@@ -134,6 +156,17 @@ class _RoundHandle(Generic[T]):
         return result
 
 
+class _Letter:
+    """A message under way; a send is over at once."""
+
+    def __init__(self, take: Callable[[], None] | None) -> None:
+        self._take = take
+
+    def wait(self) -> None:
+        if self._take is not None:
+            self._take()
+
+
 class _HubBoard:
     def __init__(self, notes: dict[str, str]) -> None:
         self._notes = notes
@@ -175,3 +208,12 @@ class LoopbackTransport:
 
     def gather(self, payload: bytes) -> Handle[list[bytes]]:
         return _RoundHandle(self._hub.join(self._rank, "gather", payload), self._rank)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> _Letter:
+        """Leave `tensor` for rank `to`."""
+        self._hub.post(self._rank, to, tag, tensor.detach())
+        return _Letter(None)
+
+    def receive(self, tensor: torch.Tensor, sender: int, tag: int) -> _Letter:
+        """Take what rank `sender` leaves under this tag, when waited for."""
+        return _Letter(partial(self._hub.take, sender, self._rank, tag, tensor))

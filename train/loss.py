@@ -29,11 +29,14 @@ def per_sample_loss(spec: LossSpec, prediction: Tensor, target: Tensor, weight: 
     total = weight.sum(dim=(1, 2)).clamp(min=1.0)
     offset = (error * weight).sum(dim=(1, 2)) / total
     structure = (_penalty(spec, error - offset[:, None, None]) * weight).sum(dim=(1, 2)) / total
+    if spec.name == "pairwise":
+        # the mean over all pairs of pixels of ((p_i - p_j) - (t_i - t_j))² is 2n/(n-1) times the error's variance
+        structure = structure * (2.0 * total / (total - 1.0).clamp(min=1.0))
     return structure + spec.offset_weight * _penalty(spec, offset)
 
 
 def _penalty(spec: LossSpec, error: Tensor) -> Tensor:
-    if spec.name == "mse":
+    if spec.name in ("mse", "pairwise"):
         return error.square()
     if spec.name == "l1":
         return error.abs()

@@ -72,14 +72,14 @@ class Ranks:
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in float64."""
         vector = torch.tensor(values, dtype=torch.float64)
-        with self._contact():
+        with self.contact():
             dist.all_reduce(vector, group=self.process_group)
         return [float(v) for v in vector]
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, in the order of ranks. The value is pickled."""
         out: list[Any] = [None] * self.info.world_size
-        with self._contact():
+        with self.contact():
             dist.all_gather_object(out, value, group=self.process_group)
         return out
 
@@ -114,11 +114,12 @@ class Ranks:
         self.sum(0.0)
 
     def _share(self, outcome: list[Any]) -> None:
-        with self._contact():
+        with self.contact():
             dist.broadcast_object_list(outcome, src=0, group=self.process_group)
 
     @contextmanager
-    def _contact(self) -> Iterator[None]:
+    def contact(self) -> Iterator[None]:
+        """Within, a collective that fails says that a rank is gone."""
         try:
             yield
         except RuntimeError as error:

@@ -26,6 +26,11 @@ class DataPlan:
     rank: int
     size: int
 
+    @property
+    def reads_alone(self) -> bool:
+        """Whether this rank reads without the others' help, so that a thread may read while a step runs."""
+        return True
+
     def view(self, dataset: ShardDataset) -> Any:
         """What the loader reads from, map-style and of the same length: whole samples here, tiles in a subclass."""
         return dataset

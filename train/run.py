@@ -28,7 +28,7 @@ from exitwave.ingest.files import write_atomic
 from exitwave.train.loader import Measured
 from exitwave.train.models import FCDenseNet, build_model
 from exitwave.train.preprocess import Preprocessing, input_channels
-from exitwave.train.spec import TrainSpec, spec_difference
+from exitwave.train.spec import TrainSpec, spec_difference, with_defaults
 from exitwave.train.state import sweep_checkpoints
 
 __all__ = [
@@ -85,7 +85,8 @@ def claim_run(out: Path, spec: TrainSpec, *, dataset_id: str, fresh: bool) -> No
         for name in ("model.pt", "metrics.json", "evaluation.npz", "preprocessing.json", "events.jsonl", "train.json"):
             (out / name).unlink(missing_ok=True)
     elif path.exists():
-        difference = spec_difference(json.loads(path.read_text()), identity)
+        before = json.loads(path.read_text())
+        difference = spec_difference({**before, "spec": with_defaults(before.get("spec", {}))}, identity)
         if difference:
             raise UsageError(
                 f"{out}: belongs to another training (old -> new): {'; '.join(difference)}. Give another --out, or "
@@ -176,6 +177,10 @@ def saved_task(run: Path) -> str:
 def load_model(run: Path) -> TrainedModel:
     """The trained model of a run, in evaluation mode. Raises what `read_saved` raises."""
     content = read_saved(run)
+    if "mean_image_V" not in content:
+        raise UsageError(
+            f"{run}: expected a model from patterns to potentials, this one is of task {content.get('task', 'unknown')}"
+        )
     spec = TrainSpec.model_validate_json(content["spec"])
     if spec.task != "reconstruct":
         raise UsageError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,6 @@ class TileBatch(Batch):
 
     copies: int = 1
     whole: int = 1
-
-    def to(self, dtype: torch.dtype) -> TileBatch:
-        return replace(self, inputs=self.inputs.to(dtype), target=self.target.to(dtype), weight=self.weight.to(dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,10 @@ them, are summed over the S ranks and averaged over the D by one reduction of th
 
 from __future__ import annotations
 
-import importlib
 import os
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,26 +20,15 @@ from torch import nn
 from exitwave.ingest import ShardDataset
 from exitwave.ingest.errors import UsageError
 from exitwave.train.mesh import Ranks
+from exitwave.train.mesh_choice import choose_mesh
 from exitwave.train.parallel import DataPlan, Parallel
 from exitwave.train.spec import TrainSpec
 from exitwave.train.tile_store import TileStore
 from exitwave.train.tiled_data import TileReader, TileView
 
-__all__ = ["SpatialMesh", "TilePlan", "parse_mesh"]
+__all__ = ["SpatialMesh", "TilePlan", "mesh_of"]
 
 _MEMORY_SHARE = 0.5  # of what is free when the first tile is read
-
-
-def parse_mesh(mesh: str, world_size: int) -> tuple[int, int] | None:
-    """(D, S) of "DxS", None of "auto". UsageError for what is neither, or does not make up the ranks."""
-    if mesh == "auto":
-        return None
-    if not re.fullmatch("[1-9][0-9]{0,8}x[1-9][0-9]{0,8}", mesh):
-        raise UsageError(f"--mesh {mesh}: expected auto or DxS, for example 1x2 for one sample split over two ranks")
-    d, s = (int(part) for part in mesh.split("x"))
-    if d * s != world_size:
-        raise UsageError(f"--mesh {mesh}: {d} x {s} ranks, but there are {world_size}")
-    return d, s
 
 
 @dataclass(kw_only=True)
@@ -63,6 +50,11 @@ class TilePlan(DataPlan):
     crop: int | None
     keep: bool
     columns: _Columns
+
+    @property
+    def reads_alone(self) -> bool:
+        """Tiles that other ranks keep come by collectives, which must not meet those of another thread."""
+        return not self.keep
 
     def view(self, dataset: ShardDataset) -> TileView:
         """One for each split, the same each time; asking for it again says that an epoch has ended."""
@@ -98,16 +90,14 @@ class SpatialMesh(Parallel):
     """How the ranks of a training on through-focal series share a step; D·S is the world size.
 
     Args:
-        shape: (D, S), or None for what `choose` says.
-        choose: called by rank 0 where `shape` is None, the world size given.
+        shape: (D, S); None: the fastest by the performance model (`mesh_choice`) of the samples in `data`, or D x 1
+            where no `data` is given.
     """
 
-    def __init__(
-        self, spec: TrainSpec, shape: tuple[int, int] | None, *, choose: Callable[[int], tuple[int, int]] | None = None
-    ) -> None:
+    def __init__(self, spec: TrainSpec, shape: tuple[int, int] | None, *, data: Path | None = None) -> None:
         self._spec = spec
         self._shape = shape
-        self._choose = choose
+        self._data = data
         self._mesh: Any = None
 
     def data_plan(self, ranks: Ranks) -> TilePlan:
@@ -115,8 +105,10 @@ class SpatialMesh(Parallel):
         spec, world = self._spec.series, ranks.info.world_size
         shape = self._shape
         if shape is None:
-            choose = self._choose
-            shape = (world, 1) if choose is None else ranks.from_first(lambda: choose(world))
+            shape = (world, 1)
+            if self._data is not None and world > 1:
+                best = choose_mesh(self._spec, self._data, ranks)[0]
+                shape = best.data, best.spatial
         d, s = shape
         if spec.store == "memory" and self._spec.data.workers:
             raise UsageError(
@@ -147,13 +139,15 @@ class SpatialMesh(Parallel):
     def parallelize(self, module: nn.Module, ranks: Ranks) -> nn.Module:
         """Splits the module over the spatial ranks: dim 3 of (B, C, D, H, W) is H."""
         assert self._shape is not None
-        if self._shape[1] == 1:
+        alone = ranks.info.world_size == 1
+        if alone or (self._shape[1] == 1 and self._spec.series.norm != "batch"):  # batch norm spans the whole batch
             return module
         from torch.distributed.device_mesh import init_device_mesh
 
-        spatial = importlib.import_module("exitwave.train.spatial")
+        from exitwave.train.spatial import parallelize
+
         mesh = init_device_mesh("cpu", self._shape, mesh_dim_names=("data", "spatial"))
-        split: nn.Module = spatial.parallelize(
+        return parallelize(
             module,
             mesh,
             {"spatial": 3},
@@ -161,7 +155,22 @@ class SpatialMesh(Parallel):
             weight_gradients="partial",
             timeout_s=self._spec.engine.timeout_s,
         )
-        return split
+
+
+def mesh_of(spec: TrainSpec, shape: tuple[int, int] | None, data: Path) -> Parallel:
+    """How ranks share a training of `spec`; `shape`: (D, S), None to pick.
+
+    Raises:
+        UsageError: a task whose samples cannot be split.
+    """
+    if spec.task != "reconstruct":
+        return SpatialMesh(spec, shape, data=data)
+    if shape is not None and shape[1] > 1:
+        raise UsageError(
+            f"--mesh {shape[0]}x{shape[1]}: the task reconstruct interpolates over the whole scan and is not split; "
+            f"expected {shape[0] * shape[1]}x1, or the tasks volume or regress"
+        )
+    return Parallel()
 
 
 def _free_bytes() -> int:

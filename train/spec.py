@@ -19,12 +19,15 @@ __all__ = [
     "CheckpointSpec",
     "DataSpec",
     "EngineSpec",
+    "LarcSpec",
+    "LossScaleSpec",
     "LossSpec",
     "ModelSpec",
     "OptimizerSpec",
     "TrainSpec",
     "WindowSpec",
     "spec_difference",
+    "with_defaults",
 ]
 
 
@@ -79,6 +82,9 @@ class WindowSpec(StrictModel):
 class DataSpec(StrictModel):
     """What the network sees of a sample.
 
+    input, target: fields of other simulators' samples, to learn the one from the other (`train.fields`): all that
+        follows below, down to `augment`, is about diffraction patterns and has no meaning then.
+
     dose_e_per_pattern: mean counts per pattern of the Poisson noise; null for noise-free patterns.
     detector: what source, scan and detector do beside it, drawn by (epoch, uid).
     normalise: divide each sample by its detected sum (the incident beam is unknown in experiments), or not.
@@ -90,6 +96,8 @@ class DataSpec(StrictModel):
     window: shuffle through a moving window of shards, for a cache smaller than the data set; null mixes all samples.
     """
 
+    input: str | tuple[str, ...] | None = None
+    target: str | None = None
     dose_e_per_pattern: float | None = Field(default=1e4, gt=0)
     detector: DetectorOptions = DetectorOptions()
     normalise: Literal["detected-sum", "none"] = "detected-sum"
@@ -104,35 +112,77 @@ class DataSpec(StrictModel):
     augment: Literal["none", "dihedral"] = "dihedral"
     window: WindowSpec | None = None
     workers: int = Field(default=0, ge=0, le=256, description="loader processes per rank; 0 reads in the rank itself")
+    ahead: int = Field(default=2, ge=0, le=64, description="batches that a thread makes ready while a step runs")
+
+    @model_validator(mode="after")
+    def _input_with_target(self) -> DataSpec:
+        if (self.input is None) != (self.target is None):
+            raise ValueError("data.input and data.target belong together: name both fields, or neither")
+        return self
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerSpec(StrictModel):
-    """AdamW or SGD with a warm-up and a decay; `clip` bounds the norm of the whole gradient (null: none)."""
+class LarcSpec(StrictModel):
+    """Layer-wise adaptive rates over the network's blocks, of sgd; see `train.larc`."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    trust: float = Field(default=0.02, gt=0, description="a block's step is at most this part of its weights' norm")
+
+
+class OptimizerSpec(StrictModel):
+    """AdamW, SGD or LAMB with a warm-up and a decay; `clip` bounds the norm of the whole gradient (null: none).
+
+    lr: of the given batch, or, with `lr_batch`, of a batch of so many samples: it is scaled by batch / lr_batch.
+    schedule: cosine falls to `final_lr_fraction`; step multiplies by `decay_factor` every `decay_every_steps`.
+    ema: the weights that are saved in the end are a running mean of those trained, with this decay; null: the last.
+    """
+
+    name: Literal["adamw", "sgd", "lamb"] = "adamw"
     lr: float = Field(default=2e-3, gt=0)
+    lr_batch: int | None = Field(default=None, ge=1)
     weight_decay: float = Field(default=1e-2, ge=0)
     betas: tuple[Beta, Beta] = (0.9, 0.99)
     eps: float = Field(default=1e-8, gt=0, description="of adamw: gradients well below it move a weight in proportion")
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    schedule: Literal["cosine", "constant"] = "cosine"
+    larc: LarcSpec | None = None
+    schedule: Literal["cosine", "constant", "step"] = "cosine"
+    decay_every_steps: int = Field(default=1000, ge=1)
+    decay_factor: float = Field(default=0.1, gt=0, le=1)
     warmup_steps: int = Field(default=20, ge=0)
     final_lr_fraction: float = Field(default=0.01, ge=0, le=1)
     clip: float | None = Field(default=1.0, gt=0)
+    ema: float | None = Field(default=None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _larc_with_sgd(self) -> OptimizerSpec:
+        if self.larc is not None and self.name != "sgd":
+            raise ValueError(
+                f"larc scales gradients, which {self.name} does not notice: expected name: sgd (lamb has rates of "
+                "its own for each tensor)"
+            )
+        return self
 
 
 class LossSpec(StrictModel):
-    """`offset_weight` weighs the error of a sample's mean against that of its structure, which is what is scored."""
+    """`offset_weight` weighs the error of a sample's mean against that of its structure, which is what is scored.
 
-    name: Literal["mse", "huber", "l1"] = "huber"
+    pairwise: the squared error of differences between pixels, over all pairs.
+    """
+
+    name: Literal["mse", "huber", "l1", "pairwise"] = "huber"
     delta: float = Field(default=1.0, gt=0, description="of huber, in standard deviations of the target")
     offset_weight: float = Field(default=0.1, ge=0)
     unit: Literal["V", "VA"] = Field(
         default="VA", description="V judges potential over thickness, which is scored: thin samples count as thick ones"
     )
+
+
+class LossScaleSpec(StrictModel):
+    """Dynamic loss scaling of fp16: halved when a gradient overflows, doubled after `growth_steps` clean steps."""
+
+    start: float = Field(default=2.0**24, gt=0)
+    growth_steps: int = Field(default=2000, ge=1)
 
 
 class EngineSpec(StrictModel):
@@ -172,10 +222,20 @@ class TrainSpec(StrictModel):
     engine: EngineSpec = EngineSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     seed: int = Field(default=0, ge=0, lt=2**63)
-    precision: Literal["fp32", "fp64"] = Field(
-        default="fp32", description="fp64 is slow; it keeps rounding from growing where runs are compared"
+    precision: Literal["fp32", "fp64", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="bf16 and fp16: where the operator allows it, with weights and their updates in fp32; fp64 is slow",
     )
-    deterministic: bool = True
+    loss_scale: LossScaleSpec = LossScaleSpec()
+    accumulate: int = Field(default=1, ge=1, description="backward passes a step, each over its part of the batch")
+    gradient_checkpointing: bool = Field(default=False, description="compute activations again: less memory, slower")
+    compile: bool = Field(default=False, description="torch.compile; needs a C++ compiler, and minutes to begin")
+    device: Literal["cpu", "cuda"] = "cpu"
+    deterministic: bool | Literal["any-ranks"] = Field(
+        default=True,
+        description="true: the same bits on the same number of ranks; any-ranks: on any number of them (slower)",
+    )
+    trackers: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
     train_split: str = "train"
     val_split: str = "val"
     eval_every_steps: int | None = Field(default=None, ge=1, description="validation loss this often; null: never")
@@ -188,6 +248,14 @@ class TrainSpec(StrictModel):
             raise ValueError(
                 "max_seconds makes the number of steps depend on the machine's speed; set deterministic: false with it"
             )
+        if self.engine.overlap == "step" and self.optimizer.name == "lamb":
+            raise ValueError("engine.overlap: step updates parts of tensors, lamb needs whole ones: use backward")
+        if self.engine.overlap == "step" and self.optimizer.larc is not None:
+            raise ValueError("engine.overlap: step updates parts of tensors, larc needs whole ones: use backward")
+        if self.deterministic == "any-ranks" and self.engine.overlap == "step":
+            raise ValueError("deterministic: any-ranks sums gradients by itself: expected engine.overlap: backward")
+        if self.deterministic == "any-ranks" and self.accumulate > 1:
+            raise ValueError("deterministic: any-ranks takes one sample at a time by itself: leave accumulate at 1")
         return self
 
     def canonical(self) -> dict[str, Any]:
@@ -198,6 +266,14 @@ class TrainSpec(StrictModel):
     def fingerprint(self) -> str:
         """A short hash of the canonical form."""
         return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def with_defaults(old: dict[str, Any]) -> dict[str, Any]:
+    """A canonical spec of an older version with the defaults of options that came since; as it is where none fits."""
+    try:
+        return TrainSpec.model_validate(old).canonical()
+    except ValueError:
+        return old
 
 
 def spec_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -20,16 +20,19 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError
+from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import disk_full_means_interrupted
 from exitwave.train.mesh import Ranks
 
@@ -38,26 +41,40 @@ __all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "save_checkpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a training is. `sampler` is the state of the global sampler, `elapsed_s` the time spent in steps."""
+    """How far a training is. `sampler` is the state of the global sampler, `elapsed_s` the time spent in steps.
+
+    `scaler`: the state of fp16's loss scale; `skipped`: updates left out because of an overflow.
+    """
 
     step: int
     elapsed_s: float
     sampler: dict[str, Any]
+    scaler: dict[str, Any] | None = None
+    skipped: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def save_checkpoint(
-    folder: Path, ranks: Ranks, module: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, *, keep: int
+    folder: Path,
+    ranks: Ranks,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    *,
+    keep: int,
+    means: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Writes the checkpoint of `progress.step` below `folder`; every rank calls it. See the module's docstring.
+
+    `means`: the running mean of the weights, where there is one.
 
     An error on any rank is raised by all, and the half-written folder is gone; a full disk is InterruptedRunError.
     """
     final = folder / f"step-{progress.step:08d}"
     part = folder / f".{final.name}.part"
-    state = _state(module, optimizer)
+    state = _state(module, optimizer, means)
     ranks.from_first(lambda: _or_clear(part, lambda: _make_clean(part)))
     error: Exception | None = None
     try:
@@ -71,23 +88,57 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path: Path, ranks: Ranks, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Loads model and optimizer in place; every rank calls it.
+def load_checkpoint(
+    path: Path,
+    ranks: Ranks,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    means: dict[str, torch.Tensor] | None = None,
+) -> Progress:
+    """Loads model and optimizer, and the `means` of the weights, in place; every rank calls it.
 
     Raises:
-        DamagedDataError: the folder does not hold what this model needs.
+        DamagedDataError: the folder does not hold a whole checkpoint.
+        UsageError: it holds that of another model.
     """
-    state = _state(module, optimizer)
+    state = _state(module, optimizer, means)
     try:
         with _quiet():
+            _refuse_another_model(path, state["model"])
             load_parts(state, checkpoint_id=path, process_group=ranks.process_group)
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return Progress(**json.loads((path / "progress.json").read_text()))
-    except (CheckpointException, OSError, KeyError, ValueError, TypeError) as error:
+    except (CheckpointException, OSError, KeyError, ValueError, TypeError, EOFError, UnpicklingError) as error:
         raise DamagedDataError(
             f"{path}: expected a whole checkpoint of this model, could not load it ({error}); remove that folder to "
             "resume from the checkpoint before, or train with --fresh"
         ) from error
+
+
+def _refuse_another_model(path: Path, expected: dict[str, Any]) -> None:
+    """Names and shapes of the checkpoint's tensors against those of the model."""
+    held = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    wanted = {name: tuple(value.shape) for name, value in expected.items()}
+    wrong = [
+        f"{name} {_shape(held.get(name))} there, {_shape(wanted.get(name))} here"
+        for name in sorted(held.keys() | wanted.keys())
+        if held.get(name) != wanted.get(name)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UsageError(
+            f"{path}: expected a checkpoint of this model, it is of another: {'; '.join(wrong[:3])}{more}. Train with "
+            "the model that it was made with, or with --fresh"
+        )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -102,9 +153,12 @@ def sweep_checkpoints(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, means: dict[str, torch.Tensor] | None
+) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(module, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
+    state = {"model": model_state, "optimizer": optimizer_state}
+    return state if means is None else {**state, "means": means}
 
 
 def _or_clear(part: Path, work: Callable[[], None]) -> None:

@@ -58,6 +58,10 @@ def task_of(spec: TrainSpec) -> Task:
         from exitwave.train.regression import Regression
 
         return Regression(spec)
+    if spec.data.input is not None:
+        from exitwave.train.fields import Fields
+
+        return Fields(spec)
     from exitwave.train.reconstruction import Reconstruction
 
     return Reconstruction(spec)

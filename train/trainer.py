@@ -28,12 +28,15 @@ from exitwave.train.build import build, open_samples
 from exitwave.train.caching import prefetching
 from exitwave.train.closing import TrainResult, already_done, finish
 from exitwave.train.loop import fit
-from exitwave.train.mesh import RankInfo, open_ranks
+from exitwave.train.mesh import RankInfo, Ranks, open_ranks
 from exitwave.train.parallel import Parallel
+from exitwave.train.recorder import Recorder
 from exitwave.train.run import claim_run
 from exitwave.train.spatial_mesh import SpatialMesh
 from exitwave.train.spec import TrainSpec
+from exitwave.train.state import latest_checkpoint
 from exitwave.train.task import task_of
+from exitwave.train.trackers import open_trackers
 
 __all__ = ["TrainResult", "train"]
 
@@ -74,22 +77,20 @@ def train(
     info, parallel, task = rank_info or RankInfo(), parallel or _parallel_of(spec), task_of(spec)
     if info.world_size > 1:
         die_with_parent()
-    with _torch_settings(threads, spec.deterministic), open_ranks(info, timeout_s=spec.engine.timeout_s) as ranks:
+    with _torch_settings(threads, spec), open_ranks(info, timeout_s=spec.engine.timeout_s) as ranks:
         plan = parallel.data_plan(ranks)
         dataset = open_samples(spec, task, data, cache, ranks, plan)
         ranks.from_first(lambda: claim_run(out, spec, dataset_id=dataset.dataset_id, fresh=fresh))
         if ranks.from_first(lambda: (out / "model.pt").exists()):
             return already_done(out, info)
-        events = EventLog(out / "events.jsonl") if ranks.is_first else None
-        if events is not None and emit is not None:
-            events.listeners.append(emit)
-        training = build(
-            spec, task, dataset, data=data, cache=cache, out=out,
-            ranks=ranks, parallel=parallel, plan=plan, events=events,
-        )  # fmt: skip
-        with closing(training.engine), prefetching(training, cache_capacity) as training.prefetcher:
-            fit(training, stop or (lambda: False))
-            return finish(training)
+        with _recording(out, spec, ranks, emit) as recorder:
+            training = build(
+                spec, task, dataset, data=data, cache=cache, out=out,
+                ranks=ranks, parallel=parallel, plan=plan, recorder=recorder,
+            )  # fmt: skip
+            with closing(training.engine), prefetching(training, cache_capacity) as training.prefetcher:
+                fit(training, stop or (lambda: False))
+                return finish(training)
 
 
 def _parallel_of(spec: TrainSpec) -> Parallel:
@@ -98,12 +99,44 @@ def _parallel_of(spec: TrainSpec) -> Parallel:
 
 
 @contextmanager
-def _torch_settings(threads: int | None, deterministic: bool) -> Iterator[None]:
-    """Threads and determinism for the time of the training; the process's settings come back afterwards."""
+def _recording(
+    out: Path, spec: TrainSpec, ranks: Ranks, emit: Callable[[dict[str, Any]], None] | None
+) -> Iterator[Recorder | None]:
+    """Rank 0's log and trackers; what is still to be written is written at the end, however that comes."""
+    recorder: Recorder | None = None
+    closers: list[Callable[[], None]] = []
+
+    def open_all() -> None:
+        nonlocal recorder
+        latest = latest_checkpoint(out / "checkpoints")
+        step = 0 if latest is None else int(latest.name[5:])
+        listeners, closers[:] = open_trackers(spec.trackers, out, configuration=spec.canonical(), step=step)
+        log = EventLog(out / "events.jsonl")
+        log.listeners += [*([] if emit is None else [emit]), *listeners]
+        recorder = Recorder(log)
+
+    ranks.from_first(open_all)
+    try:
+        yield recorder
+    finally:
+        if recorder is not None:
+            recorder.close()
+        for close in closers:
+            close()
+
+
+@contextmanager
+def _torch_settings(threads: int | None, spec: TrainSpec) -> Iterator[None]:
+    """Threads and determinism for the time of the training; the process's settings come back afterwards.
+
+    A convolution's sums depend on the number of threads, so that "any-ranks" means one on every rank.
+    """
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    if spec.deterministic == "any-ranks":
+        threads = 1
     if threads is not None:
         torch.set_num_threads(threads)
-    if deterministic:
+    if spec.deterministic:
         torch.use_deterministic_algorithms(True)
     try:
         yield

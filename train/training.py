@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from exitwave.ingest import GlobalSampler, ShardDataset
-from exitwave.ingest.events import EventLog
 from exitwave.ingest.prefetch import Prefetcher
 from exitwave.train.allreduce.engine import GroupedAllreduce
+from exitwave.train.ema import Ema
 from exitwave.train.mesh import Ranks
 from exitwave.train.parallel import DataPlan
+from exitwave.train.recorder import Recorder
 from exitwave.train.spec import TrainSpec
 from exitwave.train.task import Task
 
-__all__ = ["Training", "count_parameters", "exposed_s"]
+__all__ = ["DTYPE", "LOW_PRECISION", "Training", "count_parameters", "exposed_s"]
+
+# of weights, gradients, optimizer and batches; and of the operators that autocast lets compute in 16 bits
+DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32, "fp16": torch.float32}
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(kw_only=True)
@@ -33,7 +39,7 @@ class Training:
     out: Path
     ranks: Ranks
     plan: DataPlan
-    events: EventLog | None
+    recorder: Recorder | None
     dataset: ShardDataset
     measured: Any
     module: nn.Module
@@ -44,6 +50,12 @@ class Training:
     step: int
     resumed_from: int
     elapsed_s: float
+    device: torch.device
+    scaler: torch.amp.GradScaler | None = None
+    ema: Ema | None = None
+    skipped: int = 0
+    flops_a_sample: float | None = None
+    peak_flops_per_s: float | None = None
     saved_step: int = -1
     loss: float = float("nan")
     samples: int = 0
@@ -51,8 +63,20 @@ class Training:
     started: float = field(default_factory=time.perf_counter)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        if self.events is not None:
-            self.events.emit(kind, **fields)
+        if self.recorder is not None:
+            self.recorder.emit(kind, **fields)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What a forward pass runs in."""
+        low = LOW_PRECISION.get(self.spec.precision)
+        return nullcontext() if low is None else torch.autocast(self.device.type, dtype=low)
+
+    def scale(self) -> float:
+        """The loss scale, a power of two; 1 where there is none."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def clock_s(self) -> float:
         """Seconds of training, those before the last interruption included."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
-from exitwave.train.build import DTYPE
 from exitwave.train.loader import EVALUATION_EPOCH, open_split
-from exitwave.train.training import Training
+from exitwave.train.training import DTYPE, Training
 
 __all__ = ["validate"]
 
@@ -21,9 +22,10 @@ def validate(training: Training) -> None:
         prepare = training.task.prepare(training.measured, epoch=EVALUATION_EPOCH)
         source = plan.view(dataset)
         training.module.eval()
-        with torch.no_grad():
+        means = nullcontext() if training.ema is None else training.ema.in_place()
+        with torch.no_grad(), training.engine.full_parameters(), means:
             for index in range(plan.rank, len(dataset), plan.size):
-                batch = prepare([source[index]]).to(DTYPE[spec.precision])
+                batch = prepare([source[index]]).to(DTYPE[spec.precision], training.device)
                 loss += float(training.task.per_sample_loss(training.module(batch.inputs), batch))
                 count += 1
     except Exception as caught:

@@ -9,13 +9,14 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from exitwave.ingest.errors import UsageError
+from exitwave.simulate.attempts import Patience
 from exitwave.simulate.parametric import ParametricPlan, ParametricSpec, make_parametric_plan
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.simulate.spec import CampaignSpec
@@ -25,12 +26,14 @@ from exitwave.workflows.config import (
     dotted,
     is_pipeline,
     load_document,
+    parse_bytes,
     validate,
 )
-from exitwave.workflows.pipeline_spec import read_sections
+from exitwave.workflows.pipeline_spec import ClusterSection, read_sections
 from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.rejections import rejected_structures
 from exitwave.workflows.session import Session
+from exitwave.workflows.slurm import slurm_script
 
 __all__ = [
     "Planned",
@@ -38,9 +41,11 @@ __all__ = [
     "crystal_plan",
     "default_workers",
     "exit_code_of",
+    "patience_of",
     "plan_campaign",
     "plan_document",
     "read_campaign",
+    "resume_document",
     "run_planned",
     "simulate_campaign",
     "tell_warnings",
@@ -51,12 +56,19 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A campaign that was read, checked and planned. `cluster` and `workers` are what a pipeline file says."""
+    """A campaign that was read, checked and planned. `section` is what a pipeline file says of the cluster."""
 
     spec: CampaignSpec | ParametricSpec
     plan: Plan | ParametricPlan
-    cluster: str = "local"
-    workers: int | None = None
+    section: ClusterSection = field(default_factory=ClusterSection)
+
+    @property
+    def cluster(self) -> str:
+        return self.section.kind
+
+    @property
+    def workers(self) -> int | None:
+        return self.section.workers
 
 
 def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session | None = None) -> Planned:
@@ -78,7 +90,7 @@ def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session
     sections = read_sections(document, overrides, "campaign")
     assert sections.campaign is not None
     planned = plan_campaign(document, sections.campaign, ("campaign",), session=session)
-    return dataclasses.replace(planned, cluster=sections.cluster.kind, workers=sections.cluster.workers)
+    return dataclasses.replace(planned, section=sections.cluster)
 
 
 def is_parametric(data: Any) -> bool:
@@ -186,7 +198,17 @@ def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[s
             f"{n} workers need about {human_bytes(n * plan.memory_per_worker_bytes)} of memory, this machine has "
             f"{human_bytes(memory)}: --workers {fit}, a coarser grid.sampling_A or a smaller cell.min_extent_A"
         )
+    if (script := slurm_script(planned.section, name=planned.plan.name, out=out, workers=workers)) is not None:
+        document["slurm_script"] = script
     return {**document, "free_bytes": free}
+
+
+def resume_document(planned: Planned, out: Path) -> dict[str, Any] | None:
+    """What is left on a data set that exists, and why anything would run again; UsageError where it is another's."""
+    from exitwave.simulate.campaign_files import fit_to
+    from exitwave.simulate.campaign_resume import what_is_left
+
+    return what_is_left(fit_to(planned.plan, out), out)
 
 
 def _existing(path: Path) -> Path:
@@ -196,8 +218,20 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def patience_of(task_timeout: float | None, task_memory: str | None) -> Patience:
+    """What --task-timeout and --task-memory say."""
+    memory = 0 if task_memory is None else parse_bytes(task_memory, "--task-memory")
+    return Patience(task_s=task_timeout, task_memory_bytes=memory)
+
+
 def simulate_campaign(
-    session: Session, planned: Planned, out: Path, *, cluster: str | None, workers: int | None
+    session: Session,
+    planned: Planned,
+    out: Path,
+    *,
+    cluster: str | None,
+    workers: int | None,
+    patience: Patience | None = None,
 ) -> dict[str, Any]:
     """Run it into `out`; returns what came of it."""
     from exitwave.workflows.launch import make_folder
@@ -206,7 +240,13 @@ def simulate_campaign(
     tell_warnings(session, planned)
     with session.progress() as feed:
         result = run_planned(
-            session, planned, out, cluster=cluster or planned.cluster, workers=workers or planned.workers, feed=feed
+            session,
+            planned,
+            out,
+            cluster=cluster or planned.cluster,
+            workers=workers or planned.workers,
+            feed=feed,
+            patience=patience,
         )
     document = as_document(result)
     document["dataset"] = str(out)
@@ -231,16 +271,23 @@ def run_planned(
     cluster: str,
     workers: int | None,
     feed: Callable[[Mapping[str, Any]], None],
+    patience: Patience | None = None,
 ) -> Any:
     """Run the campaign on a cluster made for it; a CampaignResult."""
     from exitwave.simulate.campaign import run_campaign
     from exitwave.simulate.cluster import make_cluster
 
-    n = None if cluster != "local" else workers or default_workers()
-    made = make_cluster(cluster, workers=n)
+    n = workers or default_workers() if cluster == "local" else workers
+    if cluster not in ("local", "inline", "slurm", "cuda"):
+        n = None
+    made = make_cluster(
+        cluster, workers=n, slurm=planned.section.slurm, tls=planned.section.tls, log_folder=dataset / ".slurm"
+    )
     before = _committed_samples(planned.plan, dataset)
     if cluster == "local" and before < planned.plan.n_samples:
         session.note(f"starting {n} worker{'s' * (n != 1)} …")
+    elif cluster == "slurm" and before < planned.plan.n_samples:
+        session.note(f"asking Slurm for {made.n_workers} worker{'s' * (made.n_workers != 1)} …")
     elif cluster != "inline" and before < planned.plan.n_samples:
         session.note(f"connecting to {cluster} …")
 
@@ -250,7 +297,7 @@ def run_planned(
         feed({**event, "committed_samples": before} if event["kind"] == "campaign_started" else event)
 
     with session.finishing("the shards in hand"):
-        return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop)
+        return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop, patience=patience)
 
 
 def _workers_line(event: Mapping[str, Any]) -> str:

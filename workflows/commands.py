@@ -59,13 +59,33 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="KIND",
-        help="Where tasks run: local (worker processes on this machine; the default), inline (in this process), or the "
-        "address of a running Dask scheduler, tcp://HOST:PORT.",
+        help="Where tasks run: local (worker processes on this machine; the default), inline (in this process), slurm "
+        "(workers in jobs), slurm-allocation (under srun), cuda (one worker a GPU), or the address of a running Dask "
+        "scheduler, tcp://HOST:PORT or tls://HOST:PORT. More in a file's `cluster:` section; see docs/slurm.md.",
     ),
 ]
 Workers = Annotated[
     int | None,
     typer.Option("--workers", min=1, metavar="N", help="Worker processes; by default one for each core."),
+]
+
+TaskTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--task-timeout",
+        min=1.0,
+        metavar="SECONDS",
+        help="A shard that takes longer is stopped and fails as `timeout`; by default 30 times what the longest should "
+        "need, at least ten minutes.",
+    ),
+]
+TaskMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--task-memory",
+        metavar="SIZE",
+        help="A shard that uses more (say 4GB) is stopped and fails as `memory`; by default what its worker may use.",
+    ),
 ]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])

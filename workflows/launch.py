@@ -62,14 +62,14 @@ def train_with_ranks(
     from exitwave.workflows.train_config import read_training
 
     training = read_training(config, overrides)
-    n = ranks or training.ranks or 1
-    check_mesh(mesh, n)
+    shape = check_mesh(mesh, ranks)
+    n = ranks or (shape[0] * shape[1] if shape is not None else training.ranks or 1)
     data = find_dataset(data)
     with locked(out):
         with session.progress() as feed:
             start_ranks(
                 session, training.spec, data, out,
-                ranks=n, cache=cache, cache_capacity=cache_capacity, fresh=fresh, feed=feed,
+                ranks=n, cache=cache, cache_capacity=cache_capacity, mesh=mesh, fresh=fresh, feed=feed,
             )  # fmt: skip
         return training_document(out)
 
@@ -114,6 +114,7 @@ def start_ranks(
     ranks: int,
     cache: Path | None,
     cache_capacity: int | None = None,
+    mesh: str = "auto",
     fresh: bool,
     feed: Callable[[Mapping[str, Any]], None],
 ) -> None:
@@ -134,6 +135,8 @@ def start_ranks(
         arguments += ["--cache", str(cache)]
     if cache_capacity is not None:
         arguments += ["--cache-capacity", str(cache_capacity)]
+    if mesh != "auto":
+        arguments += ["--mesh", mesh]
     if fresh:
         arguments += ["--fresh"]
     events = out / "events.jsonl"
@@ -161,7 +164,12 @@ def _run_ranks(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=child_environment(EXITWAVE_LAUNCHED="1", **({"RANK": "0", "WORLD_SIZE": "1"} if ranks == 1 else {})),
+            # what cuBLAS needs to add in the same order each time; nothing to a processor
+            env=child_environment(
+                EXITWAVE_LAUNCHED="1",
+                CUBLAS_WORKSPACE_CONFIG=":4096:8",
+                **({"RANK": "0", "WORLD_SIZE": "1"} if ranks == 1 else {}),
+            ),
         )
     kill = _killer(process)
     session.interrupts.last_words.append(kill)
@@ -195,13 +203,13 @@ def _refuse_other(out: Path, spec: Any, dataset_id: str, *, fresh: bool) -> None
     path = out / "train.json"
     if fresh or not path.exists():
         return
-    from exitwave.train.spec import spec_difference
+    from exitwave.train.spec import spec_difference, with_defaults
 
     try:
         before = json.loads(path.read_text())
     except ValueError:
         return  # the ranks will say what is wrong with it
-    difference = spec_difference(before.get("spec", {}), spec.canonical())
+    difference = spec_difference(with_defaults(before.get("spec", {})), spec.canonical())
     if before.get("dataset_id") != dataset_id:
         difference.insert(0, f"data set: {before.get('dataset_id')} -> {dataset_id}")
     if difference:

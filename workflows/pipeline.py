@@ -12,6 +12,7 @@ So whatever killed a run, and wherever, the same command finds what is left to d
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import time
@@ -81,6 +82,7 @@ def run_pipeline(
         raise UsageError(f"{out}: this is a file; --out names a folder.")
     began = time.monotonic()
     planned = plan_campaign(document, spec.campaign, ("campaign",), session=session)
+    planned = dataclasses.replace(planned, section=spec.cluster)
     _refuse_foreign(out)
     with locked(out):
         resumed = _claim(out, spec, fresh=fresh)

@@ -13,7 +13,8 @@ from pydantic import Field, field_validator, model_validator
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.strict_model import StrictModel
-from exitwave.simulate.cluster import is_cluster_name
+from exitwave.simulate.cluster import EXPECTED, is_cluster_name
+from exitwave.simulate.cluster_spec import SlurmSpec
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import Document, apply_overrides, parse_bytes, validate
@@ -22,16 +23,18 @@ __all__ = ["PipelineSections", "PipelineSpec", "read_sections"]
 
 
 class ClusterSection(StrictModel):
-    """Where the simulation runs."""
+    """Where the simulation runs. `tls` encrypts what goes between processes: by default only where it leaves a host."""
 
     kind: str = "local"
     workers: int | None = Field(default=None, ge=1, le=100_000)
+    tls: bool | None = None
+    slurm: SlurmSpec = SlurmSpec()
 
     @field_validator("kind")
     @classmethod
     def _known(cls, value: str) -> str:
         if not is_cluster_name(value):
-            raise ValueError(f"expected local, inline or the address of a scheduler, tcp://HOST:PORT, got {value!r}")
+            raise ValueError(f"expected {EXPECTED}; got {value!r}")
         return value
 
 

@@ -143,7 +143,7 @@ class ProgressState:
     def _on_train_step(self, event: Event, now: float) -> Bar:
         bar = self._bar("train", "train", "steps")
         bar.advance_to(float(event.get("step") or 0), now)
-        bar.detail = f"loss {float(event['loss']):.4g}" if event.get("loss") is not None else bar.detail
+        bar.detail = _training_detail(event) or bar.detail
         return bar
 
     def _on_train_finished(self, event: Event, now: float) -> Bar:
@@ -167,6 +167,22 @@ class ProgressState:
         if event.get("bytes_a_unit") and bar.rate is not None:
             bar.detail = f"{human_bytes(bar.rate * float(event['bytes_a_unit']))}/s"
         return bar
+
+
+def _training_detail(event: Event) -> str:
+    """`loss 0.12, 85 samples/s, MFU 31 %, waits for data 0.2 %, for ranks 4 %, cache hits 98 %`, as far as told."""
+    parts = [f"loss {float(event['loss']):.4g}"] if event.get("loss") is not None else []
+    if event.get("samples_per_s") is not None:
+        parts.append(f"{float(event['samples_per_s']):.3g} samples/s")
+    step_s = float(event.get("step_s") or 0)
+    shares = [("MFU", event.get("mfu")), ("cache hits", event.get("cache_hit_rate"))]
+    if step_s > 0:
+        for name, key in (("waits for data", "data_wait_s"), ("for ranks", "exposed_comm_s")):
+            shares.insert(-1, (name, None if event.get(key) is None else float(event[key]) / step_s))
+    parts += [f"{name} {100 * float(share):.2g} %" for name, share in shares if share is not None]
+    if event.get("skipped"):
+        parts.append(f"{event['skipped']} skipped by overflow")
+    return ", ".join(parts)
 
 
 @contextmanager

@@ -67,11 +67,12 @@ def _train(
 ) -> None:
     from exitwave.workflows.train_config import read_training
 
-    check_mesh(mesh, place.world_size)
+    shape = check_mesh(mesh, place.world_size)
     training = read_training(config, overrides)
     data = find_dataset(data)
     require_split(data, training.spec.train_split)
     from exitwave.train.mesh import RankInfo
+    from exitwave.train.spatial_mesh import mesh_of
     from exitwave.train.trainer import train
 
     info = RankInfo(
@@ -81,15 +82,18 @@ def _train(
         init_method=place.init_method(out),
         attempt=place.attempt,
     )
+    parallel = mesh_of(training.spec, shape, data)
     if place.ours or place.rank > 0:
         train(
-            training.spec, data=data, out=out, rank_info=info, cache=cache, cache_capacity=cache_capacity, fresh=fresh,
+            training.spec, data=data, out=out, rank_info=info, parallel=parallel, cache=cache,
+            cache_capacity=cache_capacity, fresh=fresh,
             stop=session.stop.is_set,
         )  # fmt: skip
         return
     with session.progress() as feed:
         result = train(
-            training.spec, data=data, out=out, rank_info=info, cache=cache, cache_capacity=cache_capacity, fresh=fresh,
+            training.spec, data=data, out=out, rank_info=info, parallel=parallel, cache=cache,
+            cache_capacity=cache_capacity, fresh=fresh,
             emit=feed,
             stop=session.stop.is_set,
         )  # fmt: skip
@@ -99,17 +103,19 @@ def _train(
     session.result(document, lambda: document["message"])
 
 
-def check_mesh(mesh: str, world_size: int | None) -> None:
-    """`auto` or `DxS`. Raises UsageError for spatial ranks, or when D is not the number of ranks."""
+def check_mesh(mesh: str, world_size: int | None) -> tuple[int, int] | None:
+    """(D, S) of "DxS", None of "auto". UsageError for anything else, or when D x S is not the number of ranks."""
     if mesh == "auto":
-        return
-    d, _, s = mesh.partition("x")
+        return None
     if not re.fullmatch("[1-9][0-9]{0,8}x[1-9][0-9]{0,8}", mesh):
-        raise UsageError(f"--mesh {mesh}: expected auto or DxS, for example 2x1 for two data-parallel ranks.")
-    if int(s) != 1:
-        raise UsageError(f"--mesh {mesh}: spatial parallelism is not part of this version; expected {d}x1 or auto.")
-    if world_size is not None and int(d) != world_size:
-        raise UsageError(f"--mesh {mesh}: {d} data-parallel ranks, but there are {world_size} ranks.")
+        raise UsageError(
+            f"--mesh {mesh}: expected auto or DxS, for example 2x1 for two data-parallel ranks, 1x2 for samples that "
+            "two ranks share."
+        )
+    d, s = (int(part) for part in mesh.split("x"))
+    if world_size is not None and d * s != world_size:
+        raise UsageError(f"--mesh {mesh}: {d} x {s} ranks, but there are {world_size} ranks.")
+    return d, s
 
 
 def clear_rank_errors(out: Path) -> None:

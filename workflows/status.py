@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,18 @@ def dataset_of(folder: Path) -> tuple[Path, Path | None]:
     raise UsageError(f"{folder}: neither a data set (no {MANIFEST_NAME}) nor the folder of an `exitwave run`.")
 
 
-def failures_of(folder: Path) -> list[dict[str, Any]]:
-    """The contract's `failures`."""
+def failures_of(folder: Path, *, states: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The contract's `failures`, of the classes `states` or of all."""
+    from exitwave.simulate.attempts import CLASSES
     from exitwave.simulate.state import campaign_failures
+
+    if unknown := set(states) - set(CLASSES):
+        raise UsageError(f"--state {', '.join(sorted(unknown))}: one of {', '.join(CLASSES)} expected")
 
     dataset, run = dataset_of(folder)
     if run is None and not (dataset / "plan.json").exists():
         return []  # made of other data sets or files: no task that could have failed
-    return campaign_failures(dataset)
+    return campaign_failures(dataset, states=states)
 
 
 def status_document(folder: Path) -> dict[str, Any]:

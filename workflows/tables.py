@@ -62,7 +62,11 @@ def plan_table(document: Row) -> Group:
         rows.append(("duration", f"about {human_seconds(document['eta_s'])}{workers}"))
     if document.get("memory_per_worker_bytes"):
         rows.append(("memory", f"{human_bytes(document['memory_per_worker_bytes'])} a worker"))
-    return Group(_pairs(rows), *_rejections(document["rejected"]))
+    if (resume := document.get("resume")) is not None:
+        rows.append(("there", f"{resume['committed']} shards are committed, {resume['left']} are left to run"))
+        rows += [("again", f"{count} shard{'s' * (count != 1)}: {why}") for why, count in resume["reasons"].items()]
+    script = [Text(""), Text(document["slurm_script"].rstrip())] if document.get("slurm_script") else []
+    return Group(_pairs(rows), *_rejections(document["rejected"]), *script)
 
 
 def _rejections(rows: Sequence[Row]) -> list[Any]:

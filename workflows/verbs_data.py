@@ -1,4 +1,4 @@
-"""The verbs from structures to data: init, plan, simulate, status, failures, verify, inspect, show, stage."""
+"""The verbs from structures to data: init, plan, simulate, status, failures, retry, verify, inspect, show, stage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from exitwave.workflows.commands import DATA, ClusterOption, Debug, Json, Overrides, Quiet, Workers, verb
+from exitwave.workflows.commands import (
+    DATA,
+    ClusterOption,
+    Debug,
+    Json,
+    Overrides,
+    Quiet,
+    TaskMemory,
+    TaskTimeout,
+    Workers,
+    verb,
+)
 from exitwave.workflows.session import open_session
 
 CampaignFile = Annotated[
@@ -74,7 +85,7 @@ def plan(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.campaigns import crystal_plan, plan_document, read_campaign, tell_warnings
+    from exitwave.workflows.campaigns import crystal_plan, plan_document, read_campaign, resume_document, tell_warnings
     from exitwave.workflows.preview import write_preview
     from exitwave.workflows.tables import plan_table
 
@@ -83,6 +94,8 @@ def plan(
         crystals = crystal_plan(planned, "--report") if report is not None else None
         tell_warnings(session, planned)
         document = plan_document(planned, out=out or Path(), workers=workers)
+        if out is not None:
+            document["resume"] = resume_document(planned, out)
         if report is not None and crystals is not None:
             document["preview"] = write_preview(crystals, report, tell=session.note).path
         session.result(document, lambda: plan_table(document))
@@ -98,6 +111,8 @@ def plan(
     "campaign on it is "
     "refused with the difference. The first Ctrl-C finishes the shards in hand, the second stops at once; both resume.",
     example="exitwave simulate quickstart.yaml --out data/quick --workers 2\n"
+    "exitwave simulate quickstart.yaml --out data/quick --cluster slurm --workers 64 "
+    '--set cluster.slurm.walltime="04:00:00"\n'
     "exitwave simulate quickstart.yaml --out data/one --cluster inline --set samples_per_structure=1",
     then="`exitwave status DATASET` (also from another terminal while it runs), `exitwave verify DATASET`, "
     "`exitwave train TRAIN.yaml --data DATASET --out RUN`.",
@@ -116,22 +131,29 @@ def simulate(
     ] = False,
     cluster: ClusterOption = None,
     workers: Workers = None,
+    task_timeout: TaskTimeout = None,
+    task_memory: TaskMemory = None,
     overrides: Overrides = None,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     from exitwave.simulate.parametric import ParametricSpec
-    from exitwave.workflows.campaigns import crystal_plan, exit_code_of, read_campaign, simulate_campaign
+    from exitwave.workflows.campaigns import crystal_plan, exit_code_of, patience_of, read_campaign, simulate_campaign
     from exitwave.workflows.preview import write_preview
+    from exitwave.workflows.slurm import cluster_of_task
 
-    with open_session(json=json, quiet=quiet) as session:
+    with (
+        open_session(json=json, quiet=quiet) as session,
+        cluster_of_task(cluster, campaign, overrides or (), out) as cluster,
+    ):
         planned = read_campaign(campaign, overrides or (), session=session)
         shown = out.absolute().with_name(f"{out.absolute().name}-preview.html")
         if preview:
             made = write_preview(crystal_plan(planned, "--preview"), shown, tell=session.note)
             session.note(f"{made.samples} samples are shown in {shown}; Ctrl-C if they are not what you meant.")
-        document = simulate_campaign(session, planned, out, cluster=cluster, workers=workers)
+        patience = patience_of(task_timeout, task_memory)
+        document = simulate_campaign(session, planned, out, cluster=cluster, workers=workers, patience=patience)
         if preview:
             document["preview"] = str(shown)
         session.result(document, lambda: document["message"])
@@ -164,21 +186,67 @@ def status(
         (watch_status if watch and not json else show_status)(session, dataset)
 
 
+States = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--state",
+        metavar="CLASS",
+        help="Only failures of this class: error, memory, timeout or killed. May be given several times.",
+    ),
+]
+
+
 @verb(
     "failures",
     panel=DATA,
     purpose="List what failed in a campaign, why and where.",
-    example="exitwave failures data/quick\nexitwave failures data/quick --json",
-    then="Mend the cause, then `exitwave simulate` again with the same DATASET: only what is missing runs.",
+    example="exitwave failures data/quick\nexitwave failures data/quick --state timeout --json",
+    then="Mend the cause, then `exitwave retry DATASET`, or `exitwave simulate` again: only what is missing runs.",
     codes="0 shown (also when nothing failed); 2 no data set there.",
 )
-def failures(dataset: DatasetFolder, json: Json = False, quiet: Quiet = False, debug: Debug = False) -> None:
+def failures(
+    dataset: DatasetFolder, state: States = None, json: Json = False, quiet: Quiet = False, debug: Debug = False
+) -> None:
     from exitwave.workflows.status import failures_of
     from exitwave.workflows.tables import failures_table
 
     with open_session(json=json, quiet=quiet) as session:
-        rows = failures_of(dataset)
+        rows = failures_of(dataset, states=state or ())
         session.result_list(rows, lambda: failures_table(rows))
+
+
+@verb(
+    "retry",
+    panel=DATA,
+    purpose="Run the failed shards of a campaign again.",
+    more="A campaign that is running is asked to. Otherwise it is started here, where its structures can be found from "
+    "the data set alone; if not, the next `exitwave simulate` on this data set tries them again.",
+    example="exitwave retry data/quick\nexitwave retry data/quick --state memory --workers 1 --task-memory 8GB",
+    then="`exitwave failures DATASET` lists what failed again.",
+    codes="0 all committed, or asked for; 2 no data set there; 3 some failed again; 75 interrupted, the same command "
+    "goes on; 130 stopped at once.",
+)
+def retry(
+    dataset: DatasetFolder,
+    state: States = None,
+    cluster: ClusterOption = None,
+    workers: Workers = None,
+    task_timeout: TaskTimeout = None,
+    task_memory: TaskMemory = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    from exitwave.workflows.campaigns import exit_code_of, patience_of
+    from exitwave.workflows.retrying import retry_failures
+
+    with open_session(json=json, quiet=quiet) as session:
+        patience = patience_of(task_timeout, task_memory)
+        document = retry_failures(
+            session, dataset, states=state or (), cluster=cluster, workers=workers, patience=patience
+        )
+        session.result(document, lambda: document["message"])
+        raise typer.Exit(exit_code_of(document))
 
 
 @verb(

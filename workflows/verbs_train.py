@@ -50,7 +50,12 @@ def train(
         ),
     ] = None,
     mesh: Annotated[
-        str, typer.Option("--mesh", metavar="auto|DxS", help="Data-parallel x spatial ranks; S is 1 for now.")
+        str,
+        typer.Option(
+            "--mesh",
+            metavar="auto|DxS",
+            help="D ranks with samples of their own x S ranks that share each sample; auto: what is fastest.",
+        ),
     ] = "auto",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again: earlier checkpoints of RUN are removed.")

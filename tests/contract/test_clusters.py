@@ -193,8 +193,8 @@ def test_the_dashboard_listens_on_this_machine_only(cluster: Cluster) -> None:
 
 def test_wrong_names_are_refused() -> None:
     for name, workers, told in [
-        ("slurmy", None, "inline, local, or the address"),
-        ("tcp://", None, "inline, local, or the address"),
+        ("slurmy", None, "inline, local, slurm, cuda, or the address"),
+        ("tcp://", None, "inline, local, slurm, cuda, or the address"),
         ("inline", 2, "one worker"),
         ("local", 0, "at least 1"),
     ]:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from sim_samples import plan
 
+from exitwave.ingest.dataset import open_dataset
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.manifest import load_manifest
+from exitwave.ingest.verify import verify_dataset
 from exitwave.simulate import campaign_loop
 from exitwave.simulate.attempts import ALLOWED_ACCIDENTS
 from exitwave.simulate.campaign import Patience, disk_shortage, run_campaign
@@ -158,3 +160,46 @@ def test_what_is_committed_needs_no_room_again(tmp_path: Path, monkeypatch: pyte
     tight = type(made)(**{**made.__dict__, "bytes": free + held // 2})
     assert disk_shortage(tight, tmp_path / "new") is not None
     assert disk_shortage(tight, tmp_path / "d") is None
+
+
+def held(dataset: Path) -> dict[str, int]:
+    return {shard.shard_id: shard.seq for shard in load_manifest(dataset).shards}
+
+
+def test_a_campaign_that_only_adds_extends_the_data_set(tmp_path: Path) -> None:
+    """A structure more, named before the others: places and names change, what is committed does not."""
+    split = {"by": "structure"}
+    dataset = tmp_path / "d"
+    first = plan(**QUICK, split=split, structures=[{"library": ["Si", "Al"]}])
+    run(first, dataset)
+    before = held(dataset)
+    more = plan(**QUICK, split=split, structures=[{"library": ["Cu", "Si", "Al"]}])
+    assert not {task.shard_id for task in more.tasks} & set(before)
+    told: list[dict[str, Any]] = []
+    result = run(more, dataset, listeners=[told.append])
+    assert (result.committed, result.failed, result.samples) == (6, 0, 12)
+    assert [e["kind"] for e in told].count("task_submitted") == 2
+    after = held(dataset)
+    assert before.items() <= after.items() and len(after) == 6
+    uids = open_dataset(dataset).uids.tolist()
+    assert sorted(uids) == sorted(sample.uid for sample in more.samples()) and verify_dataset(dataset).ok
+    assert campaign_status(dataset)["samples"] == {"planned": 12, "committed": 12, "failed": 0, "rejected": 0}
+    again: list[dict[str, Any]] = []
+    assert run(more, dataset, listeners=[again.append]).committed == 6 and again == []
+    with pytest.raises(UsageError, match=r"2 committed shards have no place in it"):
+        run(first, dataset)
+
+
+def test_samples_added_to_structures_extend_too(tmp_path: Path) -> None:
+    dataset = tmp_path / "d"
+    run(plan(**QUICK), dataset)
+    more = plan(**QUICK, samples_per_structure=6)
+    assert run(more, dataset).samples == 18
+    assert sorted(open_dataset(dataset).uids.tolist()) == sorted(sample.uid for sample in more.samples())
+
+
+def test_what_would_move_a_committed_shard_to_another_split_does_not_only_add(tmp_path: Path) -> None:
+    dataset = tmp_path / "d"
+    run(plan(**QUICK, split={"by": "structure"}), dataset)
+    with pytest.raises(UsageError, match=r"split.*would change their split: 2 from train to test"):
+        run(plan(**QUICK, split={"by": "structure", "test": 1}), dataset)

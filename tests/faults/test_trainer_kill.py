@@ -220,11 +220,11 @@ def test_parameters_that_are_not_finite_are_never_saved(data, tmp_path, last, mo
     step = loop.take_step
 
     def poisoned(training, batch):
-        loss = step(training, batch)
+        outcome = step(training, batch)
         if training.step == 4:  # the fifth, after which a checkpoint is due
             with torch.no_grad():
                 next(training.module.parameters()).fill_(float("nan"))
-        return loss
+        return outcome
 
     monkeypatch.setattr(loop, "take_step", poisoned)
     with pytest.raises(ExitwaveError, match=r"step 5: .* not finite; nothing was saved"):

@@ -59,11 +59,24 @@ def same_training(one: Path, other: Path, *, tolerance: float) -> None:
         assert torch.allclose(weights[1][name], value, rtol=tolerance, atol=tolerance), name
 
 
-@pytest.mark.parametrize("mesh", [(2, 1)], ids=lambda m: f"{m[0]}x{m[1]}")
+def check(spec: dict[str, Any], mesh: tuple[int, int], data: Path, alone: dict[str, Path], out: Path) -> None:
+    code, output = launch(mesh[0] * mesh[1], spec=spec, data=data, out=out, mesh=mesh)
+    assert code == 0, output
+    same_training(alone[spec["task"]], out, tolerance=1e-9)
+
+
+def test_two_ranks_that_share_samples_train_as_one_process(data: Path, alone: dict[str, Path], tmp_path: Path):
+    check(SPEC, (1, 2), data, alone, tmp_path)
+
+
+def test_cosmoflow_split_in_two_trains_as_one_process(data: Path, alone: dict[str, Path], tmp_path: Path):
+    check(REGRESS, (1, 2), data, alone, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2), (1, 4)], ids=lambda m: f"{m[0]}x{m[1]}")
 @pytest.mark.parametrize("spec", [SPEC, REGRESS], ids=lambda s: s["task"])
 def test_a_mesh_trains_as_one_process(
     spec: dict[str, Any], mesh: tuple[int, int], data: Path, alone: dict[str, Path], tmp_path: Path
 ):
-    code, output = launch(mesh[0] * mesh[1], spec=spec, data=data, out=tmp_path, mesh=mesh)
-    assert code == 0, output
-    same_training(alone[spec["task"]], tmp_path, tolerance=1e-9)
+    check(spec, mesh, data, alone, tmp_path)

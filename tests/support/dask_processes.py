@@ -47,12 +47,12 @@ class DaskProcesses:
                 start_new_session=True,
             )
 
-    def start_scheduler(self) -> None:
+    def start_scheduler(self, *options: str) -> None:
         protocol = self.address.partition(":")[0]
         self.scheduler = self._start(
             "distributed.cli.dask_scheduler",
             "--protocol", protocol, "--host", "127.0.0.1", "--port", str(self.port),
-            "--dashboard-address", "127.0.0.1:0",
+            "--dashboard-address", "127.0.0.1:0", *options,
         )  # fmt: skip
         until = time.monotonic() + 60
         while time.monotonic() < until:

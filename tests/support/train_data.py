@@ -7,6 +7,7 @@ contract. `tests` of the classical reconstructions use the same function as thei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,13 @@ def make_dataset(
     label: int = 32,
     step_A: float = 0.6,
     classes: int = 1,
+    label_name: str = "potential",
+    spoil: Callable[[dict[str, Any]], None] = lambda sample: None,
 ) -> Path:
     """A committed data set: so many materials in each split, one shard for each."""
     fields = (
         FieldSpec(name="cbed", dtype="<f4", shape=(scan, scan, DETECTOR, DETECTOR)),
-        FieldSpec(name="potential", dtype="<f4", shape=(label, label)),
+        FieldSpec(name=label_name, dtype="<f4", shape=(label, label)),
     )
     create_dataset(root, Header(dataset_id="fake-columns", campaign_hash="fake", fields=fields))
     splits = ["train"] * train + ["val"] * val + ["test"] * test
@@ -159,7 +162,8 @@ def make_dataset(
                     wyckoff="a",
                 )
                 for row, one in enumerate(made):
-                    arrays = {"cbed": one["cbed"], "potential": one["potential"]}
+                    spoil(one)
+                    arrays = {"cbed": one["cbed"], label_name: one["potential"]}
                     shard.write(row, uid=one["uid"], params=one["params"], arrays=arrays)
                 published = shard.publish()
             manifest.commit(published, split=split, producer={})

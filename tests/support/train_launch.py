@@ -25,6 +25,7 @@ SPEC: dict[str, Any] = {
     "optimizer": {"lr": 1e-4, "warmup_steps": 5},
     "checkpoint": {"every_steps": 10, "keep": 2},
     "engine": {"timeout_s": 60},
+    "trackers": [],
 }
 
 # A learning rate as people use it: the loss falls to a fraction within the 50 steps.

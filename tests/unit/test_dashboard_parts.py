@@ -77,4 +77,7 @@ def test_a_cluster_that_is_gone_does_not_matter(tmp_path: Path) -> None:
 
     with LiveStatus(tmp_path, publish=broken) as live:
         live.show()
+        assert not (tmp_path / STATUS_NAME).exists()  # nothing has begun
+        live.feed({"t": 1.0, "kind": "campaign_started", "samples": 8, "shards": 2})
+        live.show()
     assert (tmp_path / STATUS_NAME).exists()

@@ -67,7 +67,7 @@ def test_the_log_decides_what_was_final() -> None:
 
 
 def test_a_stalled_task_is_given_more_time_than_its_limit() -> None:
-    assert overdue_s(10.0) == 70.0 and overdue_s(1000.0) == 1500.0
+    assert overdue_s(10.0) == 85.0 and overdue_s(1000.0) == 1430.0
 
 
 def test_commands_are_read_in_order_and_gone_when_done(tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,28 +10,11 @@ import torch
 
 from exitwave.ingest import ShardDataset
 from exitwave.ingest.errors import UsageError
+from exitwave.train.bench_spatial import counted_reads
 from exitwave.train.series import noisy_images, resample_planes
 from exitwave.train.tile_store import Packing, TileStore, plan_exchange
 from exitwave.train.tiled_data import TileReader, field_slices, tile_bounds
 from tests.support.series_data import make_series
-
-
-@contextmanager
-def counted_reads() -> Iterator[list[int]]:
-    """The bytes of every `preadv` of this process: all that ingest reads of shards goes through it."""
-    counts: list[int] = []
-    real = os.preadv
-
-    def counting(fd: int, buffers: Any, offset: int, *rest: int) -> int:
-        n = real(fd, buffers, offset, *rest)
-        counts.append(n)
-        return n
-
-    os.preadv = counting
-    try:
-        yield counts
-    finally:
-        os.preadv = real
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ VERBS = [
     "simulate",
     "status",
     "failures",
+    "retry",
     "verify",
     "stage",
     "inspect",
@@ -320,8 +321,9 @@ def test_meshes_that_do_not_exist_are_refused(mesh: str, ranks: int) -> None:
 
 
 def test_meshes_that_exist() -> None:
-    check_mesh("auto", 3)
-    check_mesh("3x1", 3)
+    assert check_mesh("auto", 3) is None
+    assert check_mesh("3x1", 3) == (3, 1)
+    assert check_mesh("2x3", 6) == (2, 3)
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""A campaign that only adds to one that exists: what is committed keeps its place, the rest is to be done.
+
+A shard's name is a hash of its place in its plan among other things, so in a larger plan the same samples would get
+another one. Here the two are matched by what they are, the samples' own hashes: a task whose samples are those of a
+committed shard, in the same split, takes that shard's name. Where every committed shard finds its task, the new plan
+only adds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.manifest import load_manifest
+from exitwave.ingest.records import ShardRecord
+from exitwave.simulate.work import CampaignPlan
+
+__all__ = ["extended"]
+
+
+def extended(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
+    """`plan` with the names of the shards that `dataset` holds. UsageError, saying why, where it does not only add."""
+    manifest = load_manifest(dataset)
+    if manifest.header.fields != plan.fields:
+        raise UsageError("its samples have other fields")
+    held = {_uids(dataset, shard): shard for shard in manifest.shards}
+    names = {shard.shard_id for shard in manifest.shards}
+    found: set[str] = set()
+    moved: Counter[str] = Counter()
+    tasks = []
+    for task in plan.tasks:
+        shard = held.get(task.uids())
+        if shard is not None and shard.split != task.split:
+            moved[f"{shard.split} to {task.split}"] += 1
+        elif shard is not None:
+            found.add(shard.shard_id)
+            renamed: Any = task
+            task = dataclasses.replace(renamed, shard_id=shard.shard_id)
+        tasks.append(task)
+    if moved:
+        told = ", ".join(f"{count} from {what}" for what, count in moved.items())
+        raise UsageError(f"shards that are committed would change their split: {told}")
+    if found != names:
+        raise UsageError(f"{len(names - found)} committed shards have no place in it")
+    whole: Any = plan
+    made: CampaignPlan = dataclasses.replace(whole, tasks=tuple(tasks))
+    return made
+
+
+def _uids(dataset: Path, shard: ShardRecord) -> tuple[int, ...]:
+    extent = shard.extent("uid")
+    try:
+        uids = np.fromfile(dataset / shard.path, dtype="<u8", count=shard.n, offset=extent.offset)
+    except OSError:
+        raise UsageError(f"{shard.path} cannot be read") from None
+    return tuple(uids.tolist())

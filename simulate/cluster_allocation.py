@@ -1,0 +1,61 @@
+"""One allocation of Slurm holds all: `srun -n 34 exitwave simulate … --cluster slurm-allocation`.
+
+Every task of the step runs the same command line, and dask-jobqueue's SLURMRunner gives it its part: task 0 becomes the
+scheduler, task 1 goes on as the controller, all others become workers. They meet by a file in the shared folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from exitwave.ingest.errors import UsageError
+from exitwave.simulate.cluster_local import scheduler_habits, scratch_folder
+from exitwave.simulate.cluster_tls import security
+
+__all__ = ["join_allocation"]
+
+
+@contextlib.contextmanager
+def join_allocation(folder: Path, *, memory_per_worker: int, interface: str | None, tls: bool) -> Iterator[str]:
+    """The address of the scheduler, for the one task that is the controller; for all others this never returns.
+
+    At the end the scheduler ends, and with it the workers. Raises UsageError outside an allocation or where
+    dask-jobqueue is missing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        from dask_jobqueue.slurm import SLURMRunner, WorldTooSmallException
+    except ImportError:
+        raise UsageError(
+            "--cluster slurm-allocation needs dask-jobqueue, which is not installed: pip install 'exitwave[slurm]'"
+        ) from None
+    scheduler_habits()
+    folder.mkdir(parents=True, exist_ok=True)
+    where: dict[str, object] = {"interface": interface} if interface else {}
+    where |= {"security": security(), "protocol": "tls"} if tls else {}
+    workers = {"nthreads": 1, "memory_limit": memory_per_worker, "local_directory": scratch_folder(), **where}
+    workers |= {"dashboard": False}
+    try:
+        runner = SLURMRunner(
+            scheduler_file=str(folder / "scheduler-{job_id}.json"),
+            scheduler_options={"dashboard_address": "127.0.0.1:0", **where},
+            worker_class="distributed.Nanny",
+            worker_options=workers,
+        )
+    except WorldTooSmallException as error:
+        raise UsageError(f"--cluster slurm-allocation: {error} Give srun more tasks (-n)") from None
+    except RuntimeError as error:
+        raise UsageError(
+            f"--cluster slurm-allocation: this is no task of Slurm ({error}); start it by srun, in a job of its own"
+        ) from None
+    finally:
+        # The runner takes Ctrl-C for itself, by which its scheduler and workers end; the controller has its own way.
+        signal.signal(signal.SIGINT, before)
+    try:
+        yield str(json.loads(Path(runner.scheduler_file).read_text())["address"])
+    finally:
+        runner.close()

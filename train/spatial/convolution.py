@@ -1,0 +1,402 @@
+"""Convolution and transposed convolution of tiles.
+
+`_Convolve` fetches what the outputs of this rank need, one split dim after another on the already extended tensor (so
+that corners arrive), and runs torch's own convolution on it without padding along the split dims. What it keeps for
+backward is the tile itself (which the layer before keeps as well) and the strips; the extended tensor is put together
+again when it is needed: activations then cost a rank its share and little more.
+
+Backward: the gradient of the extended tensor is computed first, its strips travel while the weight's gradient is
+computed, and are added to the tile's. The weight's gradient is summed over the spatial ranks.
+
+With `overlap` the forward pass computes the interior, the outputs that the tile alone suffices for, while the first
+dim's strips travel, then the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exitwave.train.spatial.halo import assemble, begin_fetch, begin_return, finish_return
+from exitwave.train.spatial.tile import Op, Space, Split, Tile, handles
+from exitwave.train.spatial.tiles import Moves, Range, TransposedWindow, Window, moves
+
+__all__ = ["checked_input", "tuple_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One split dim: the tile and the exchange that makes it what the outputs need."""
+
+    split: Split
+    move: Moves
+    outputs: Range  # of this rank
+    before: int = 0  # transposed: places to cut at the beginning
+    window: Window | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    space: Space
+    steps: tuple[_Step, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]  # 0 along split dims
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    transposed: bool
+    groups: int
+    shape: tuple[int, ...]  # of this rank's output
+    weight_factor: float | None
+
+    @property
+    def empty(self) -> bool:
+        return 0 in self.shape
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, cut: bool = True) -> Tensor:
+        """The convolution of the extended tensor, cut to this rank's outputs (or of a part of it, uncut)."""
+        y = torch.convolution(
+            x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+        )
+        for step in self.steps if cut else ():
+            if y.shape[step.split.dim] != self.shape[step.split.dim]:
+                y = y.narrow(step.split.dim, step.before, self.shape[step.split.dim])
+        return y
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, weight: Tensor, bias: bool, mask: tuple[bool, bool, bool]
+    ) -> tuple[Any, Any, Any]:
+        """Of input, weight and bias, as `mask` says; `dy` has been uncut."""
+        sizes = [weight.shape[1] * self.groups if self.transposed else weight.shape[0]] if bias else None
+        found = torch.ops.aten.convolution_backward(
+            dy,
+            x,
+            weight,
+            sizes,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            self.groups,
+            mask,
+        )
+        return found[0], found[1], found[2]
+
+    def uncut(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of what `run` made before it cut."""
+        if not self.transposed:
+            return dy
+        shape = list(dy.shape)
+        for step in self.steps:
+            dim = step.split.dim
+            i = dim - 2
+            window = (x.shape[dim] - 1) * self.stride[i] - 2 * self.padding[i] + self.output_padding[i] + 1
+            shape[dim] = window + _reach(step)
+        if shape == list(dy.shape):
+            return dy
+        full = dy.new_zeros(shape)
+        part = full
+        for step in self.steps:
+            part = part.narrow(step.split.dim, step.before, dy.shape[step.split.dim])
+        part.copy_(dy)
+        return full
+
+
+def _reach(step: _Step) -> int:
+    assert step.window is not None
+    return step.window.extent - 1
+
+
+class _Convolve(torch.autograd.Function):
+    """(tile, weight, bias, plan) -> the tile of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+        ctx.plan, ctx.has_bias = plan, bias is not None
+        extended, strips, y = x, [], None
+        for number, step in enumerate(plan.steps):
+            flight = begin_fetch(extended, step.split.dim, step.move, step.split.axis)
+            if number == 0 and plan.space.overlap and not plan.transposed:
+                y = _interior(x, weight, bias, plan)
+            strips.append(flight.land())
+            extended = assemble(extended, step.split.dim, step.move, strips[-1])
+        if plan.empty:
+            y = x.new_empty(plan.shape)
+        elif y is not None:
+            _border(y, extended, weight, bias, plan)
+        else:
+            y = plan.run(extended, weight, bias)
+        ctx.save_for_backward(x, weight, *(strip for some in strips for strip in some))
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        plan: _Plan = ctx.plan
+        x, weight, *received = ctx.saved_tensors
+        extended, strips = x, iter(received)
+        for step in plan.steps:
+            some = [next(strips) for _ in step.move.receives]
+            extended = assemble(extended, step.split.dim, step.move, some)
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        flight = None
+        if plan.empty:
+            dx = torch.zeros_like(extended) if need_x else None
+        else:
+            dy = plan.uncut(dy, extended)
+            if need_x:
+                dx = plan.gradients(dy, extended, weight, ctx.has_bias, (True, False, False))[0]
+        last = plan.steps[-1]
+        if dx is not None:
+            flight = begin_return(dx, last.split.dim, last.move, last.split.axis)
+        if need_w or need_b:
+            if plan.empty:
+                dw = torch.zeros_like(weight) if need_w else None
+                db = weight.new_zeros(_outputs(plan, weight)) if need_b else None
+            else:
+                mask = (False, need_w, need_b)
+                _, dw, db = plan.gradients(dy, extended, weight, ctx.has_bias, mask)
+        del extended
+        if flight is not None and dx is not None:
+            dx = finish_return(dx, last.split.dim, last.move, flight.land())
+            for step in reversed(plan.steps[:-1]):
+                strips_back = begin_return(dx, step.split.dim, step.move, step.split.axis).land()
+                dx = finish_return(dx, step.split.dim, step.move, strips_back)
+        if plan.weight_factor is not None:
+            dw, db = _summed(plan.space, plan.weight_factor, dw, db)
+        return dx, dw, db, None
+
+
+def _outputs(plan: _Plan, weight: Tensor) -> int:
+    return weight.shape[1] * plan.groups if plan.transposed else weight.shape[0]
+
+
+def _summed(space: Space, factor: float, *gradients: Tensor | None) -> list[Tensor | None]:
+    """Weight gradients summed over the spatial ranks, in one message an axis."""
+    given = [g for g in gradients if g is not None]
+    if not given or space.ranks == 1:
+        return list(gradients)
+    flat = torch.cat([g.reshape(-1) for g in given])
+    space.sum(flat)
+    if factor != 1.0:
+        flat.mul_(factor)
+    parts = iter(flat.split([g.numel() for g in given]))
+    return [None if g is None else next(parts).view(g.shape) for g in gradients]
+
+
+def _inside(plan: _Plan) -> list[Range] | None:
+    """For each split dim the outputs that the tile alone suffices for; None where there are none, or only those."""
+    found = []
+    for step in plan.steps:
+        assert step.window is not None
+        low, high = step.window.inside(step.split.own)
+        low, high = max(low, step.outputs[0]), min(high, step.outputs[1])
+        if high <= low:
+            return None
+        found.append((low, high))
+    return None if all(step.outputs == inner for step, inner in zip(plan.steps, found, strict=True)) else found
+
+
+def _interior(x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor | None:
+    """The output with its interior computed, or None where there is no interior or nothing else."""
+    inner = None if plan.empty else _inside(plan)
+    if inner is None:
+        return None
+    y = x.new_empty(plan.shape)
+    _compute(y, x, weight, bias, plan, inner, [step.split.own[0] for step in plan.steps])
+    return y
+
+
+def _border(y: Tensor, extended: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> None:
+    """The outputs outside of the interior: along each split dim the slabs before and behind it."""
+    inner = _inside(plan)
+    assert inner is not None
+    starts = [step.move.need[0] for step in plan.steps]
+    box = [step.outputs for step in plan.steps]
+    for number, (low, high) in enumerate(inner):
+        for slab in ((box[number][0], low), (high, box[number][1])):
+            if slab[1] > slab[0]:
+                _compute(y, extended, weight, bias, plan, [*box[:number], slab, *box[number + 1 :]], starts)
+        box[number] = (low, high)
+
+
+def _compute(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: _Plan,
+    outputs: list[Range],
+    starts: list[int],
+) -> None:
+    """Outputs of one box, from `x` whose first places are `starts`, written into `y`."""
+    target = y
+    for step, span, start in zip(plan.steps, outputs, starts, strict=True):
+        assert step.window is not None
+        low, high = step.window.need(span)
+        x = x.narrow(step.split.dim, low - start, high - low)
+        target = target.narrow(step.split.dim, span[0] - step.outputs[0], span[1] - span[0])
+    target.copy_(plan.run(x, weight, bias, cut=False))
+
+
+def tuple_of(value: int | tuple[int, ...], n: int) -> tuple[int, ...]:
+    """A setting as torch takes it, one number or one a dim, as `n` numbers."""
+    found = (value,) * n if isinstance(value, int) else tuple(value)
+    return found * n if len(found) == 1 else found
+
+
+def checked_input(op: Op, x: Any, nd: int) -> Tile:
+    """`x` as a batch of tiles that are split along spatial dims only."""
+    if not isinstance(x, Tile):
+        raise op.refuse("expected a split input; a replicated input with split weights is not supported")
+    if x.ndim != nd + 2:
+        raise op.refuse(f"expected {nd + 2} dims (batch, channels, {nd} of space), got {x.ndim}")
+    if any(split.dim < 2 for split in x.splits):
+        raise op.refuse("the batch or channel dim is split; only dims of space can be")
+    return x
+
+
+@handles("conv2d", "conv3d")
+def _conv(
+    op: Op,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tile:
+    nd = weight.ndim - 2
+    x = checked_input(op, input, nd)
+    stride, dilation = tuple_of(stride, nd), tuple_of(dilation, nd)
+    windows = _windows(weight.shape[2:], stride, padding, dilation)
+    if x.shape[1] != weight.shape[1] * groups:
+        raise op.refuse(f"expected {weight.shape[1] * groups} channels, got {x.shape[1]}")
+    for i, window in enumerate(windows):
+        if window.outputs(x.shape[i + 2]) < 1:
+            raise op.refuse(f"dim {i + 2} of {x.shape[i + 2]} places is smaller than the window of {window.extent}")
+    local = x.local
+    pads = [0] * nd
+    uneven = [0] * (2 * nd)  # of F.pad: last dim first
+    steps, splits = [], []
+    for i, window in enumerate(windows):
+        split = x.split_of(i + 2)
+        if split is not None:
+            bounds = window.output_bounds(split.bounds)
+            splits.append(split.by(bounds))
+            move = moves(split.bounds, window.needs(bounds), split.axis.place)
+            steps.append(_Step(split=split, move=move, outputs=splits[-1].own, window=window))
+        elif window.before == window.after:
+            pads[i] = window.before
+        else:
+            uneven[2 * (nd - 1 - i)], uneven[2 * (nd - 1 - i) + 1] = window.before, window.after
+    if any(uneven):
+        local = torch.nn.functional.pad(local, uneven)
+    shape = [local.shape[0], weight.shape[0], *(w.outputs(n) for w, n in zip(windows, x.shape[2:], strict=True))]
+    for split in splits:
+        shape[split.dim] = split.size
+    plan = _Plan(
+        space=x.space,
+        steps=tuple(steps),
+        stride=stride,
+        padding=tuple(pads),
+        dilation=dilation,
+        output_padding=(0,) * nd,
+        transposed=False,
+        groups=groups,
+        shape=tuple(shape),
+        weight_factor=x.space.weight_factor(weight),
+    )
+    return Tile(_applied(local, weight, bias, plan), splits, x.space)
+
+
+def _windows(kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[Window]:
+    nd = len(kernel)
+    both: list[tuple[int, int]]
+    if padding == "same":  # torch: the odd place goes behind
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        both = [(total // 2, total - total // 2) for total in totals]
+    else:
+        both = [(p, p) for p in tuple_of(0 if padding == "valid" else padding, nd)]
+    return [
+        Window(kernel=k, stride=s, dilation=d, before=p[0], after=p[1])
+        for k, s, d, p in zip(kernel, stride, dilation, both, strict=True)
+    ]
+
+
+@handles("conv_transpose2d", "conv_transpose3d")
+def _conv_transpose(
+    op: Op,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tile:
+    nd = weight.ndim - 2
+    x = checked_input(op, input, nd)
+    stride, padding = tuple_of(stride, nd), tuple_of(padding, nd)
+    output_padding, dilation = tuple_of(output_padding, nd), tuple_of(dilation, nd)
+    if x.shape[1] != weight.shape[0]:
+        raise op.refuse(f"expected {weight.shape[0]} channels, got {x.shape[1]}")
+    pads, extra = list(padding), list(output_padding)
+    steps, splits = [], []
+    shape = [x.local.shape[0], weight.shape[1] * groups]
+    for i in range(nd):
+        window = TransposedWindow(
+            kernel=weight.shape[i + 2],
+            stride=stride[i],
+            dilation=dilation[i],
+            padding=padding[i],
+            output_padding=output_padding[i],
+        )
+        n = x.shape[i + 2]
+        if n < 1 or window.outputs(n) < 1:
+            raise op.refuse(f"dim {i + 2} of {n} places leaves no output")
+        if output_padding[i] >= max(stride[i], dilation[i]):
+            raise op.refuse(f"output_padding {output_padding[i]} must be smaller than stride or dilation")
+        shape.append(window.outputs(n))
+        split = x.split_of(i + 2)
+        if split is None:
+            continue
+        bounds = window.output_bounds(split.bounds)
+        new = split.by(bounds)
+        move = moves(split.bounds, window.needs(bounds, n), split.axis.place)
+        before, extra[i] = window.crop(new.own, move.need) if new.size else (0, 0)
+        pads[i] = 0
+        span = Window(kernel=window.kernel, dilation=window.dilation)
+        steps.append(_Step(split=split, move=move, outputs=new.own, before=before, window=span))
+        splits.append(new)
+        shape[i + 2] = new.size
+    plan = _Plan(
+        space=x.space,
+        steps=tuple(steps),
+        stride=stride,
+        padding=tuple(pads),
+        dilation=dilation,
+        output_padding=tuple(extra),
+        transposed=True,
+        groups=groups,
+        shape=tuple(shape),
+        weight_factor=x.space.weight_factor(weight),
+    )
+    return Tile(_applied(x.local, weight, bias, plan), splits, x.space)
+
+
+def _applied(x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+    """Under autocast the operands are cast first, as torch casts them."""
+    if not torch.is_autocast_enabled(x.device.type):
+        y: Tensor = _Convolve.apply(x, weight, bias, plan)
+        return y
+    dtype = torch.get_autocast_dtype(x.device.type)
+    with torch.autocast(x.device.type, enabled=False):
+        y = _Convolve.apply(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), plan)
+        return y

@@ -137,6 +137,7 @@ class Classification:
             {
                 "format": MODEL_FORMAT,
                 "version": MODEL_VERSION,
+                "task": "classify",
                 "spec": json.dumps(self._spec.canonical()),
                 "preprocessing": json.dumps(measured.preprocessing.to_json()),
                 "classes": list(measured.classes),

@@ -49,7 +49,7 @@ def test_a_classifier_is_trained_and_scored_beside_the_baselines(tmp_path):
     assert sum(row["n"] for row in outcome["by_class"]) == 16
     assert evaluate_classes(tmp_path / "run", data)["metrics"] == outcome["metrics"]
     assert saved_task(tmp_path / "run") == "classify"
-    with pytest.raises(UsageError, match="trained to classify"):
+    with pytest.raises(UsageError, match="expected a model from patterns to potentials"):
         load_model(tmp_path / "run")
 
 

@@ -146,6 +146,15 @@ def _resolved(plan: CampaignPlan) -> bytes:
     return json.dumps(plan.resolved(), indent=2, ensure_ascii=False).encode() + b"\n"
 
 
+def _read_resolved(dataset: Path) -> dict[str, Any] | None:
+    """What the data set was made of; None where its file is gone or damaged."""
+    try:
+        content = json.loads((dataset / CAMPAIGN_NAME).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
     """`plan` for the data set: as it is where there is none yet, or one of this very campaign; with the names of what
     is committed where it only adds to that. UsageError with the difference where it does more.
@@ -156,15 +165,14 @@ def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
     found, planned = manifest.header.campaign_hash, {task.shard_id for task in plan.tasks}
     if found == plan.campaign_hash and all(shard.shard_id in planned for shard in manifest.shards):
         return plan
-    try:
-        return extended(plan, dataset)
-    except UsageError as error:
-        why = str(error)
-    try:
-        there = json.loads((dataset / CAMPAIGN_NAME).read_text())
-        rows = differences(there, json.loads(_resolved(plan)))
-    except (OSError, ValueError):
-        rows = [f"its {CAMPAIGN_NAME} cannot be read"]
+    there = _read_resolved(dataset)
+    if there is None:
+        rows, why = [f"its {CAMPAIGN_NAME} cannot be read"], "nobody knows how its samples were made"
+    else:
+        try:
+            return extended(plan, dataset, there)
+        except UsageError as error:
+            rows, why = differences(there, json.loads(_resolved(plan))), str(error)
     told = "; ".join(rows[:8]) or "the content of a structure's file or of a simulator has changed"
     raise UsageError(
         f"{dataset} holds another campaign ({found[:12]}, this one is {plan.campaign_hash[:12]}): {told}. It does not "

@@ -289,7 +289,10 @@ def _remove(path: Path) -> None:
 def _document(out: Path, report: Path, metrics: Mapping[str, Any], *, failed: int, seconds: float) -> dict[str, Any]:
     figures = metrics.get("metrics", {})
     words = ""
-    if figures.get("model") and figures.get("mean"):
+    if metrics.get("task") == "classify":
+        words = ", ".join(f"{name} {value['top1']:.3g}" for name, value in figures.items())
+        words = f"Top-1 on split {metrics.get('split')}: {words}.\n"
+    elif figures.get("model") and figures.get("mean"):
         others = ", ".join(
             f"{name} {figures[key]['rmse_VA']:.3g}"
             for key, name in (("idpc", "iDPC"), ("mean", "mean image"))

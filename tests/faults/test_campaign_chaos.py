@@ -109,8 +109,8 @@ def run_chaos(
     good = {task.shard_id for task in plan.tasks if task.task_id not in bad}
     assert {p.stem for p in dataset.rglob("*.h5")} == good
     assert [p for p in dataset.rglob(".*.part") if p.is_file()] == []
-    status = campaign_status(dataset)
-    assert status["shards"] == {"pending": 0, "running": 0, "committed": len(good), "failed": len(bad)}
+    shards = campaign_status(dataset)["shards"]
+    assert shards == {"pending": 0, "running": 0, "committed": len(good), "failed": len(bad), "rejected": 0}
 
 
 def test_twenty_kills(tmp_path: Path, small_disk: Path) -> None:

@@ -1,8 +1,8 @@
 """Several structures in one shard, where a shard of one would be too small, and such a task fallen apart again.
 
 The unit of retry is a shard; so that one bad structure fails alone, a task of several that fails is replaced by one
-task for each of its structures. These have numbers and names of their own, which follow from the plan alone: a controller
-that comes later finds the same.
+task for each of its structures. These have numbers and names of their own, which follow from the plan alone: a
+controller that comes later finds the same.
 """
 
 from __future__ import annotations

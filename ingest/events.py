@@ -1,7 +1,8 @@
 """The event log: what happened, one JSON object a line, each with its time `t` (seconds since 1970, UTC) and `kind`.
 
 A line is one write to a file opened for appending, so that several processes may share a log, and it is synced before
-`emit` returns. After a crash the last line may be torn; readers skip what is no whole line.
+`emit` returns, or with others at the end of `together`. After a crash the last line may be torn; readers skip what is
+no whole line.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self._held: list[dict[str, Any]] | None = None
         with disk_full_means_interrupted(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -37,19 +40,42 @@ class EventLog:
     def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Writes and syncs one event, then calls the listeners; InterruptedRunError when the disk is full."""
         event = {"t": round(time.time(), 6), "kind": kind, **fields}
-        line = json.dumps(event, ensure_ascii=False, separators=(",", ":"), default=str).encode() + b"\n"
-        try:
-            with disk_full_means_interrupted(self.path, len(line)):
-                self._append(line)
-        finally:
-            for listener in self.listeners:
-                listener(event)
+        if self._held is not None:
+            self._held.append(event)
+        else:
+            self._write([event])
         return event
 
-    def _append(self, line: bytes) -> None:
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What one thread emits inside is written and synced at once at the end, also after an error: a sync a group
+        instead of a sync an event. Not to be nested.
+        """
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            if held:
+                self._write(held)
+
+    def _write(self, events: list[dict[str, Any]]) -> None:
+        lines = b"".join(
+            json.dumps(event, ensure_ascii=False, separators=(",", ":"), default=str).encode() + b"\n"
+            for event in events
+        )
+        try:
+            with disk_full_means_interrupted(self.path, len(lines)):
+                self._append(lines)
+        finally:
+            for event in events:
+                for listener in self.listeners:
+                    listener(event)
+
+    def _append(self, lines: bytes) -> None:
         fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            data = b"\n" + line if self._torn else line
+            data = b"\n" + lines if self._torn else lines
             self._torn = True
             while data:
                 data = data[os.write(fd, data) :]

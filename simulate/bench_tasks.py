@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.schema import PARAMS_DTYPE, FieldSpec
@@ -184,6 +185,7 @@ def run_many(folder: Path, *, tasks: int, workers: int, every_s: float = 5.0, co
         address = _address(file, scheduler)
         joined = (address, "--nthreads", "1", "--no-dashboard", "--local-directory", str(folder))
         processes += [_start(folder, "distributed.cli.dask_worker", *joined) for _ in range(workers)]
+        _await_workers(address, workers)
         return _measure(folder / "data", address, scheduler.pid, tasks, every_s, commands)
     finally:
         for process in reversed(processes):
@@ -269,6 +271,22 @@ def _address(path: Path, process: subprocess.Popen[bytes]) -> str:
             return str(json.loads(path.read_text())["address"])
         time.sleep(0.1)
     raise RuntimeError(f"no scheduler: {(path.parent / 'log.txt').read_text()[-2000:]}")
+
+
+def _await_workers(address: str, workers: int) -> None:
+    until = time.monotonic() + 120
+    found = 0
+    while found < workers:
+        probe = make_cluster(address)
+        try:
+            probe.start("weak-phase")
+            found = probe.n_workers
+        except UsageError:  # none so far
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
+        finally:
+            probe.close()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

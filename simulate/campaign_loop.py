@@ -154,17 +154,18 @@ class CampaignLoop:
 
     def _loop(self) -> None:
         self.heard = self.looked = time.monotonic()
+        outcomes: list[Outcome] = []
         while self.todo or self.running:
-            if self.stop.is_set():
+            # What ended and what takes its place is told by one sync; nobody gets a task that was not told of.
+            stopping = self.stop.is_set()
+            with self.log.together():
+                for outcome in outcomes:
+                    self._take(outcome)
+                begun = [] if stopping else self._begin()
+            if stopping:
                 self._drain()
-            # Workers come and go: the window follows them.
-            while self.todo and len(self.running) < 4 * self.cluster.n_workers:
-                self._submit(self.todo.popleft())
-            outcomes = self.cluster.wait(0.25)
-            if outcomes:
-                self.heard, self.silences = time.monotonic(), 0
-            for outcome in outcomes:
-                self._take(outcome)
+            for task in begun:
+                self._hand_over(task, str(self.dataset.absolute()))
             if time.monotonic() - self.looked >= _LOOK_EVERY_S:
                 self.looked = time.monotonic()
                 self._obey(read_commands(self.dataset))
@@ -175,6 +176,9 @@ class CampaignLoop:
                 self.index.flush()
                 if self.changed:
                     self._write_down()
+            outcomes = self.cluster.wait(0.25)
+            if outcomes:
+                self.heard, self.silences = time.monotonic(), 0
 
     def _result(self, began: float) -> CampaignResult:
         return CampaignResult(
@@ -193,12 +197,18 @@ class CampaignLoop:
 
     # --- one task
 
-    def _submit(self, task: CampaignTask) -> None:
-        history = self._history(task).begun()
-        self.histories[task.task_id] = history
-        self.log.emit("task_submitted", task=task.task_id, attempt=history.attempts, samples=len(task.sample_indices))
-        self.running[task.task_id] = task
-        self._hand_over(task, str(self.dataset.absolute()))
+    def _begin(self) -> list[CampaignTask]:
+        """Tasks for the room in the window. Workers come and go: the window follows them."""
+        begun = []
+        while self.todo and len(self.running) < 4 * self.cluster.n_workers:
+            task = self.todo.popleft()
+            history = self._history(task).begun()
+            self.histories[task.task_id] = history
+            self.running[task.task_id] = task
+            samples = len(task.sample_indices)
+            self.log.emit("task_submitted", task=task.task_id, attempt=history.attempts, samples=samples)
+            begun.append(task)
+        return begun
 
     def _hand_over(self, task: CampaignTask, folder: str) -> None:
         if self.cluster.name == "inline":

@@ -108,7 +108,9 @@ class DaskCluster:
                 distributed.wait(list(self._futures.values()), timeout=timeout_s, return_when="FIRST_COMPLETED")
         self._look()
         if self._client is not None:
-            for key in [key for key, future in self._futures.items() if future.done()]:
+            done = [key for key, future in self._futures.items() if future.done()]
+            self._gather([key for key in done if self._futures[key].status == "finished"])
+            for key in done:
                 self._take(key)
         ended, self._ended = self._ended, []
         return ended
@@ -266,6 +268,15 @@ class DaskCluster:
                 with contextlib.suppress(Exception):
                     future.release()
         return keys
+
+    def _gather(self, keys: list[str]) -> None:
+        """The outcomes of tasks that are done, by one question for all; where it fails, `_take` asks for each."""
+        if not keys:
+            return
+        with contextlib.suppress(Exception):
+            results = self._client.gather([self._futures[key] for key in keys])
+            for key, result in zip(keys, results, strict=True):
+                self._end(outcome_of(key, result))
 
     def _take(self, key: str) -> None:
         if key not in self._futures:

@@ -95,13 +95,14 @@ def run_chaos(
     assert chaos.left_alive() == []
     assert sum(chaos.kills.values()) == len(order), (chaos.kills, len(order))
     bad = {task.task_id: DEEDS[task.structure.index] for task in plan.tasks if task.structure.index in DEEDS}
+    failures = campaign_failures(dataset)
+    print(*failures, sep="\n")
     data = open_dataset(dataset)
     wanted = [sample.uid for task in plan.tasks if task.task_id not in bad for sample in task.samples()]
     uids = data.uids.tolist()
     assert sorted(uids) == sorted(wanted) and len(set(uids)) == len(uids)
     report = verify_dataset(dataset)
     assert report.ok and report.samples == len(wanted)
-    failures = campaign_failures(dataset)
     assert {row["task"]: row["state"] for row in failures} == {task: CLASSES[deed] for task, deed in bad.items()}
     sources = {task.task_id: list(task.sources) for task in plan.tasks}
     for row in failures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from pathlib import Path
@@ -45,3 +46,18 @@ def test_several_writers_share_a_log(tmp_path: Path) -> None:
         thread.join()
     events = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted((e["who"], e["i"]) for e in events) == [(w, i) for w in range(4) for i in range(25)]
+
+
+def test_events_of_a_group_are_written_at_once_and_told_after(tmp_path: Path) -> None:
+    log, seen = EventLog(tmp_path / "events.jsonl"), []
+    log.listeners.append(lambda event: seen.append((event["kind"], len(read_events(log.path)))))
+    with contextlib.suppress(ZeroDivisionError), log.together():
+        log.emit("one")
+        log.emit("two")
+        assert read_events(log.path) == [] and seen == []
+        raise ZeroDivisionError
+    assert seen == [("one", 2), ("two", 2)]
+    with log.together():
+        pass
+    log.emit("three")
+    assert [e["kind"] for e in read_events(log.path)] == ["one", "two", "three"]

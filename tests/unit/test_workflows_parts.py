@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from line import write_pipeline
+from slurm_stand_in import SlurmStandIn
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.workflows import cli
 from exitwave.workflows.commands import app
 from exitwave.workflows.doctor import examine
+from exitwave.workflows.doctor_site import check_slurm, check_tls
 from exitwave.workflows.launch import _Tail, _why
 from exitwave.workflows.pipeline import _claim, _refuse_foreign, read_pipeline
 from exitwave.workflows.rank import check_mesh
@@ -335,5 +337,25 @@ def test_the_doctor_looks_at_everything(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
     names = [c["name"] for c in document["checks"]]
     assert {"python", "packages", "dask", "fft", "disk", "fsync", "locks", "ports", "torch", "gpu"} <= set(names)
+    assert {"file system", "O_DIRECT", "open files", "slurm", "tls", "chromium"} <= set(names)
     assert document["ok"], [c for c in document["checks"] if c["state"] == "fail"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_doctor_asks_slurm_and_looks_at_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = SlurmStandIn(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert check_slurm(tmp_path).state == "ok" and "none is needed" in check_slurm(tmp_path).found
+    monkeypatch.setenv("PATH", str(stand_in.bin))
+    assert (check_slurm(tmp_path).state, check_slurm(tmp_path).found[:14]) == ("ok", "squeue answers")
+    (stand_in.folder / "silent").touch()
+    answer = check_slurm(tmp_path)
+    assert answer.state == "warn" and "Unable to contact" in answer.found and answer.hint
+    (stand_in.bin / "sbatch").unlink()
+    assert check_slurm(tmp_path).found == "sbatch missing"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    key = tmp_path / ".config" / "exitwave" / "tls" / "key.pem"
+    key.parent.mkdir(parents=True)
+    key.touch(mode=0o644)
+    found = check_tls(tmp_path)
+    assert found.state == "fail" and found.hint == f"chmod 600 {key}"

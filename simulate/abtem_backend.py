@@ -24,7 +24,7 @@ from exitwave.simulate.imaging import focal_images, plane_wave
 from exitwave.simulate.label import project_label, slab_weights
 from exitwave.simulate.passes import passes
 from exitwave.simulate.scanning import in_cell_axes, lattice_rotation_deg, probe_positions, scan_patterns
-from exitwave.simulate.simulator import Sample
+from exitwave.simulate.simulator import MOST_EXCESS, Sample, UnphysicalError
 from exitwave.simulate.tasks import SampleSpec, StructureSpec
 from exitwave.simulate.threads import single_threaded
 
@@ -216,10 +216,24 @@ class AbtemSimulator:
                 made["captured"] = (np.abs(spectrum.astype(np.complex128)) ** 2).sum()
             if patterns is not None:
                 made["cbed"] = patterns[place]
-                made["captured"] = patterns[place].sum(axis=(-2, -1)).mean()
+                made["captured"] = self._captured(spec, patterns[place])
             if recipe.label.atoms == "phonon-mean":
                 made |= _potentials(spec, cut)
             yield made
+
+    def _captured(self, spec: SampleSpec, patterns: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The part of the beam that patterns (…, Qy, Qx) hold, in the mean.
+
+        Raises UnphysicalError where one holds more than entered, beyond what single precision rounds.
+        """
+        sums = patterns.sum(axis=(-2, -1))
+        if not sums.max() <= 1.0 + MOST_EXCESS + 2.0 * spec.exit_plane * float(np.finfo(self.real).eps):
+            raise UnphysicalError(
+                f"{spec.structure.source}, sample {spec.sample_index}: a pattern holds {sums.max():.6f} of the beam, "
+                f"at most {1 + MOST_EXCESS:g} expected: the grid of {spec.grid_sampling_A:.3g} Å is too coarse for "
+                f"these atoms; grid.sampling_A of {0.8 * spec.grid_sampling_A:.2g} or less may do"
+            )
+        return np.asarray(sums.mean(), dtype=np.float64)
 
     # -- potential ---------------------------------------------------------------------------------------------------
 
@@ -421,13 +435,21 @@ class AbtemSimulator:
     def bandlimited(
         self, spec: SampleSpec, slices: Slices, aperture: NDArray[np.floating]
     ) -> NDArray[np.complexfloating]:
-        """Band-limited exp(i sigma V) of the different slices, (slices, x, y)."""
+        """Band-limited exp(i sigma V) of the different slices, (slices, x, y).
+
+        The transforms' factor, one over the number of points, is rounded in single precision, and by it every slice
+        would be wrong in the same direction: of 15 slices an intensity was off by 4e-6. A power of two stands in its
+        place, which is exact, and what remains is divided in double precision.
+        """
         import scipy.fft
 
         made = np.empty(slices.different.shape, dtype=self.complex)
+        points = made[0].size
+        power = 2.0 ** -(points.bit_length() - 1)
+        passed, rest = aperture * self.real.type(power), np.float64(points * power)
         for index in range(len(made)):  # one by one: a whole stack would be held several times over
             plane = scipy.fft.fft2(self.transmission(spec, slices.different[index : index + 1])[0], workers=1)
-            made[index] = scipy.fft.ifft2(plane * aperture, workers=1)
+            made[index] = scipy.fft.ifft2(plane * passed, norm="forward", workers=1) / rest
         return made
 
 

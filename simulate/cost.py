@@ -13,7 +13,7 @@ import numpy as np
 from exitwave.ingest.schema import FieldSpec
 from exitwave.simulate.distributions import bounds
 from exitwave.simulate.imaging import QUADRATURE as FOCAL_POINTS
-from exitwave.simulate.outputs import fields_of
+from exitwave.simulate.passes import PASS_BYTES, sample_bytes_of
 from exitwave.simulate.physics import ANTIALIAS_CUTOFF
 from exitwave.simulate.route import FAST_ROUTES, pass_cost, route, settings_per_pass
 from exitwave.simulate.scanning import probe_count
@@ -115,7 +115,6 @@ def worker_memory_bytes(sample: SampleSpec, simulator: str = "auto") -> int:
     """
     from exitwave.simulate.abtem_backend import batch_positions
     from exitwave.simulate.multislice import KEPT_GRIDS, KEPT_TRANSMISSION_BYTES
-    from exitwave.simulate.passes import PASS_BYTES
     from exitwave.simulate.propagation import propagation_bytes
 
     points = sample.grid_yx[0] * sample.grid_yx[1]
@@ -137,13 +136,6 @@ def worker_memory_bytes(sample: SampleSpec, simulator: str = "auto") -> int:
     # Two float64 copies of a pass (sum over configurations and the one in hand), one sample leaving in float32.
     in_pass = min(2 * PASS_BYTES, 2 * max(1, planes * settings) * sample_bytes_of(sample))
     return _BASE_MEMORY + waves + 2 * different * points * 4 + in_pass + sample_bytes_of(sample)
-
-
-def sample_bytes_of(sample: SampleSpec) -> int:
-    """Bytes of one sample's arrays in float64, as they are summed over phonons; patterns of all simulated positions."""
-    recipe = sample.recipe
-    others = sum(math.prod(field.shape) for field in fields_of(recipe) if field.name != "cbed")
-    return 8 * (probe_count(sample) * math.prod(recipe.detector.shape) + others)
 
 
 def calibrate(plan: Plan, *, budget_s: float = 10.0) -> Calibration:

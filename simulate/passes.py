@@ -12,14 +12,15 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 
+from exitwave.simulate.outputs import fields_of
 from exitwave.simulate.scanning import probe_count
 from exitwave.simulate.tasks import SampleSpec
 
-__all__ = ["PASS_BYTES", "pass_key", "passes", "propagation_key", "propagations"]
+__all__ = ["PASS_BYTES", "pass_key", "passes", "propagation_key", "propagations", "sample_bytes_of"]
 
 # What tells waves of one pass apart.
 _OF_THE_WAVE = ("scan_rotation_deg", "defocus_A")
-# A pass holds the patterns of all of its samples until it ends, in float64: at most so many bytes.
+# A pass holds the arrays of all of its samples until it ends, in float64: at most so many bytes.
 PASS_BYTES = 256 * 2**20
 
 
@@ -49,10 +50,17 @@ def passes(specs: Sequence[SampleSpec]) -> Iterator[list[SampleSpec]]:
     """Neighbours that share a pass, in order; a pass whose patterns would fill the memory is cut into several."""
     for _, members in groupby(specs, key=pass_key):
         shared = list(members)
-        each = 8 * max(map(probe_count, shared)) * math.prod(shared[0].recipe.detector.shape)
+        each = max(map(sample_bytes_of, shared))
         most = max(1, PASS_BYTES // each)
         for start in range(0, len(shared), most):
             yield shared[start : start + most]
+
+
+def sample_bytes_of(sample: SampleSpec) -> int:
+    """Bytes of one sample's arrays in float64, as they are summed over phonons; patterns of all simulated positions."""
+    recipe = sample.recipe
+    others = sum(math.prod(field.shape) for field in fields_of(recipe) if field.name != "cbed")
+    return 8 * (probe_count(sample) * math.prod(recipe.detector.shape) + others)
 
 
 def propagations(members: Sequence[SampleSpec]) -> list[list[int]]:

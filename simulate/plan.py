@@ -17,6 +17,7 @@ from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, FieldSpec
+from exitwave.simulate.advice import advice
 from exitwave.simulate.bundle import Task, bundled
 from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
 from exitwave.simulate.fitness import unfit
@@ -355,7 +356,7 @@ def _with_tasks(
         rejected=tuple(rejected),
         rejected_samples=lost,
         tasks=shards,
-        warnings=tuple(_warnings(spec, used)),
+        warnings=tuple(advice(spec, used)),
         core_seconds=seconds,
         bytes=sum(len(t.sample_indices) for t in tasks) * (sample_bytes(fields) + PARAMS_DTYPE.itemsize + 12)
         + 64_000 * len(shards),
@@ -415,63 +416,3 @@ def _campaign_hash(spec: CampaignSpec, structures: list[StructureSpec], splits: 
         "structures": [[s.key, list(s.zone_axis), split] for s, split in zip(structures, splits, strict=True)],
     }
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
-
-
-def _warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[str]:
-    """What works but should be known."""
-    from exitwave.simulate.distributions import bounds
-    from exitwave.simulate.physics import wavelength_A
-
-    _, high_keV = bounds(spec.sampling.energy_keV)
-    yield from _ripple_warning(spec, structures)
-    step = spec.scan.step_A
-    field = step * max(spec.scan.shape)
-    small = [s for s in structures if min(s.extent_yx_A) < field]
-    if small:
-        narrowest = min(small, key=lambda s: min(s.extent_yx_A))
-        yield (
-            f"{len(small)} structure(s) are scanned over {field:g} Å but repeat sooner, {narrowest.source} after "
-            f"{min(narrowest.extent_yx_A):.1f} Å: patterns and label hold copies; cell.min_extent_A of "
-            f"{math.ceil(field)} or a smaller scan.step_A would avoid it"
-        )
-    widest = bounds(spec.sampling.semiangle_mrad)[1] * 1e-3
-    nyquist = wavelength_A(high_keV) / (4.0 * widest)
-    if spec.sampling.touching_discs:  # lambda / (2 d), at any energy
-        nyquist = min(s.reflection_d_A for s in structures) / 2.0
-    if step > nyquist * 1.001:
-        yield f"scan.step_A of {step:g} Å undersamples the probe: up to {nyquist:.2f} Å (lambda / 4 alpha) resolve it"
-    strained = [s for s in structures if s.strain > 1e-6]
-    if strained:
-        worst = max(strained, key=lambda s: s.strain)
-        yield f"{len(strained)} structure(s) are strained to be orthogonal, {worst.source} the most: {worst.strain:.2%}"
-
-
-def _ripple_warning(spec: CampaignSpec, structures: list[StructureSpec]) -> Iterator[str]:
-    """Supercells too small for the detector: points in q coarser than half a pixel print a ripple onto flat discs."""
-    from exitwave.simulate.detector import flat_field_ripple
-    from exitwave.simulate.distributions import bounds
-    from exitwave.simulate.physics import wavelength_A
-
-    widths = [2.0 * spec.detector.max_q(wavelength_A(e)) for e in sorted(set(bounds(spec.sampling.energy_keV)))]
-    found: dict[str, tuple[float, float, float]] = {}  # label -> ripple, 1 / L, Q
-    for s in structures:
-        rows = [
-            (flat_field_ripple(extent, width / pixels, pixels), 1.0 / extent, width / pixels)
-            for width in widths
-            for extent, pixels in zip(s.extent_yx_A, spec.detector.shape, strict=True)
-            if 1.0 / extent > width / pixels / 2.0 * (1.0 + 1e-9)
-        ]
-        if rows:
-            found[f"{s.source} along [{' '.join(map(str, s.zone_axis))}]"] = max(rows)
-    if not found:
-        return
-    labels = sorted(found, key=lambda label: -found[label][0])
-    names = ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
-    ripple, point, pixel = found[labels[0]]
-    enough = 2.0 * max(spec.detector.shape) / min(widths)
-    yield (
-        f"{len(labels)} structure(s) have a supercell too small for the detector's pixels ({names}): flat discs will "
-        f"ripple by up to {100 * ripple:.0f} % along an axis. 1/L is {point:.4f} /Å, at most half a pixel, "
-        f"Q/2 = {pixel / 2:.4f} /Å, expected; cell.min_extent_A of {math.ceil(10 * enough - 1e-6) / 10:g} does that, "
-        "and leaves 8 % at most"
-    )

@@ -12,14 +12,24 @@ from exitwave.ingest.errors import UsageError
 from exitwave.simulate.tasks import SampleSpec
 
 __all__ = [
+    "MOST_EXCESS",
     "Sample",
     "Simulator",
+    "UnphysicalError",
     "get_simulator",
     "prepared_simulator",
     "resolve_simulator",
     "simulate_sample",
     "simulator_names",
 ]
+
+
+# Of the incident beam, what a pattern may hold beyond all of it.
+MOST_EXCESS = 1e-5
+
+
+class UnphysicalError(RuntimeError):
+    """A simulation gave what cannot be; nothing of it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

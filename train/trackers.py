@@ -17,7 +17,7 @@ __all__ = ["open_trackers"]
 
 Listener = Callable[[Mapping[str, Any]], None]
 _KINDS = {"train_step": "train", "train_eval": "eval"}
-_EXTRA = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
+_INSTALL = {"tensorboard": "tensorboardX", "mlflow": "'exitwave[mlflow]'", "wandb": "'exitwave[wandb]'"}
 
 
 def open_trackers(
@@ -35,8 +35,8 @@ def open_trackers(
             log, close = _OPEN[name](out, configuration, step)
         except ModuleNotFoundError as error:
             raise UsageError(
-                f"trackers: {name} needs the package {_EXTRA[name]}, which is not installed ({error}); "
-                f"pip install 'exitwave[{name}]', or leave it out of `trackers`"
+                f"trackers: {name} is not installed ({error}); pip install {_INSTALL[name]}, or leave it out of "
+                "`trackers`"
             ) from error
         opened.append(_listener(log))
         closers.append(close)
@@ -80,7 +80,9 @@ def _tensorboard(out: Path, configuration: Mapping[str, Any], step: int) -> Open
 def _mlflow(out: Path, configuration: Mapping[str, Any], step: int) -> Opened:
     import mlflow
 
-    run = mlflow.start_run(run_name=out.name)
+    known = _earlier_run(out / "mlflow-run", step)
+    run = mlflow.start_run(run_id=known) if known else mlflow.start_run(run_name=out.name)
+    (out / "mlflow-run").write_text(run.info.run_id)
     mlflow.log_dict(dict(configuration), "train.json")
 
     def log(values: dict[str, float], at: int) -> None:
@@ -92,12 +94,19 @@ def _mlflow(out: Path, configuration: Mapping[str, Any], step: int) -> Opened:
 def _wandb(out: Path, configuration: Mapping[str, Any], step: int) -> Opened:
     import wandb
 
-    run = wandb.init(dir=str(out), name=out.name, config=dict(configuration), resume="allow", id=None)
+    known = _earlier_run(out / "wandb-run", step)
+    run = wandb.init(dir=str(out), name=out.name, config=dict(configuration), id=known, resume="allow")
+    (out / "wandb-run").write_text(run.id)
 
     def log(values: dict[str, float], at: int) -> None:
         run.log(values, step=at)
 
     return log, run.finish
+
+
+def _earlier_run(path: Path, step: int) -> str | None:
+    """The tracker's own name of the run that is gone on with."""
+    return path.read_text().strip() if step and path.exists() else None
 
 
 _OPEN: dict[str, Callable[[Path, Mapping[str, Any], int], Opened]] = {

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import re
+import signal
+import time
 
 import pytest
 import torch
@@ -48,6 +53,7 @@ def _same(run, other):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.long
 def test_three_ranks_are_one_rank_to_the_bit(data, one_rank, tmp_path):
     code, output = train_launch.launch(3, spec=SPEC, data=data, out=tmp_path / "run")
     assert code == 0, output
@@ -60,6 +66,37 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_is_the_same_to_the_bit(dat
     assert code != 0, output
     train(TrainSpec.model_validate(SPEC), data=data, out=out)
     _same(out, one_rank)
+
+
+@pytest.mark.long
+def test_killed_at_any_time_and_resumed_on_any_number_of_ranks_it_is_the_same_to_the_bit(data, tmp_path):
+    """Ten times, any rank, wherever it is: before the first step, in a collective, in the middle of a checkpoint."""
+    out, draw = tmp_path / "run", random.Random()
+    spec = {**SPEC, "steps": 20, "checkpoint": {"every_steps": 2, "keep": 2}}
+    train(TrainSpec.model_validate(spec), data=data, out=tmp_path / "undisturbed")
+    story = []
+    for _ in range(10):
+        ranks = draw.choice([1, 2, 3])
+        process = train_launch.start(ranks, {"spec": spec, "data": data, "out": out})
+        pids: dict[int, int] = {}
+        assert process.stdout is not None
+        while len(pids) < ranks and (line := process.stdout.readline()):
+            if found := re.match(r"pid (\d) (\d+)", line):
+                pids[int(found[1])] = int(found[2])
+        time.sleep(draw.uniform(0.0, 12.0))
+        rank = draw.randrange(ranks)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[rank], signal.SIGKILL)
+        process.communicate(timeout=120)
+        story.append(f"rank {rank} of {ranks}, after {len(read_curve(out)) if out.exists() else 0} steps")
+        if (out / "model.pt").exists():
+            break
+    code, output = train_launch.launch(2, spec=spec, data=data, out=out)
+    assert code == 0, (story, output)
+    print("; ".join(story))
+    curve, undisturbed = read_curve(out), read_curve(tmp_path / "undisturbed")
+    assert [event["loss"] for event in curve] == [event["loss"] for event in undisturbed], story
+    assert len(curve) == 20
 
 
 def test_it_is_the_plain_training_but_for_rounding(data, one_rank, tmp_path):

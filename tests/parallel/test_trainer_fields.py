@@ -19,8 +19,8 @@ SPEC = {
     "data": {"input": "cbed", "target": "potential"},
     "model": {"preset": "tiny", "growth": 4, "stem": [16]},
     "loss": {"name": "mse", "offset_weight": 1.0},
-    "steps": 30,
-    "optimizer": {"lr": 2e-3, "warmup_steps": 5},
+    "steps": 50,
+    "optimizer": {"lr": 4e-3, "warmup_steps": 5},
     "trackers": ["tensorboard"],
 }
 
@@ -28,11 +28,16 @@ SPEC = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("data") / "set"
-    return train_data.make_dataset(root, train=2, val=1, test=1, per_material=12)
+
+    def spoil(sample):
+        """What is to be learnt: the mean pattern, in a unit of its own."""
+        sample["potential"] = (5e4 * sample["cbed"].mean(axis=(0, 1))).astype(np.float32)
+
+    return train_data.make_dataset(root, train=2, val=1, test=1, per_material=12, spoil=spoil)
 
 
 def test_it_learns_in_the_target_s_unit_and_shows_curves(data, tmp_path):
-    """The patterns, as 64 channels over the detector's 32 x 32 pixels, are just numbers here."""
+    """The 64 patterns are 64 channels over the detector's 32 x 32 pixels here."""
     train(TrainSpec.model_validate(SPEC), data=data, out=tmp_path / "run", threads=1)
     losses = [event["loss"] for event in read_curve(tmp_path / "run")]
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
@@ -42,7 +47,7 @@ def test_it_learns_in_the_target_s_unit_and_shows_curves(data, tmp_path):
     some = [samples[i] for i in range(12)]
     truth = np.stack([sample["potential"] for sample in some])
     error = np.sqrt(np.mean((model(some) - truth) ** 2))
-    assert error < truth.std()
+    assert error < 0.7 * truth.std()
     with pytest.raises(UsageError, match="this one is of task fields"):
         load_model(tmp_path / "run")
     (events,) = (tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -54,6 +55,7 @@ def test_an_overflow_is_skipped_by_all_ranks_counted_and_the_scale_follows_the_r
     assert _losses(curve)[-5:].mean() < 0.8 * _losses(curve)[:5].mean()
 
 
+@pytest.mark.long  # 16 bits, one sample at a time, are slow on a processor
 def test_the_scale_and_the_count_survive_a_stop_and_another_number_of_ranks(data, tmp_path):
     spec = {**SPEC, "precision": "fp16", "steps": 20, "deterministic": "any-ranks"}
     whole = _run(spec, data, tmp_path / "whole")
@@ -105,7 +107,11 @@ def test_the_saved_model_is_the_mean_and_a_resumed_mean_is_the_same(data, tmp_pa
     assert not any(torch.equal(whole[name], last[name]) for name in whole)
 
 
-@pytest.mark.parametrize("optimizer", [{"name": "lamb", "lr": 1e-2}, {"name": "sgd", "lr": 0.1, "larc": {}}])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param({"name": "lamb", "lr": 1e-2}, marks=pytest.mark.long), {"name": "sgd", "lr": 0.1, "larc": {}}],
+    ids=["lamb", "larc"],
+)
 def test_other_optimizers_learn_and_resume(data, tmp_path, optimizer):
     spec = {**SPEC, "steps": 20, "optimizer": {"warmup_steps": 5, **optimizer}}
     whole = _losses(_run(spec, data, tmp_path / "whole"))
@@ -132,3 +138,11 @@ def test_a_checkpoint_of_another_model_is_one_clear_message(data, tmp_path):
     (tmp_path / "kept").rename(out / "checkpoints")
     with pytest.raises(UsageError, match=r"step-00000002: expected a checkpoint of this model, it is of another: \S+ "):
         _run(wider, data, out)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler, there is none")
+def test_a_compiled_network_is_the_same_training_but_for_rounding(data, tmp_path):
+    spec = {**SPEC, "steps": 4, "model": {**SPEC["model"], "dropout": 0.0}}
+    plain = _losses(_run(spec, data, tmp_path / "plain"))
+    assert np.allclose(_losses(_run({**spec, "compile": True}, data, tmp_path / "compiled")), plain, rtol=1e-4, atol=0)

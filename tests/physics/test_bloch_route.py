@@ -15,7 +15,7 @@ from exitwave.simulate.bloch import BlochSimulator
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.plan import make_plan
 from exitwave.simulate.route import repeats, route
-from exitwave.simulate.simulator import get_simulator, simulate_sample
+from exitwave.simulate.simulator import UnphysicalError, get_simulator, simulate_sample
 from exitwave.simulate.smatrix import SMatrixSimulator
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.simulate.tasks import SampleSpec, draw_sample
@@ -131,6 +131,23 @@ def test_a_commensurate_grid_has_whole_points_in_every_cell_and_moves_no_recipe_
     assert CampaignSpec.model_validate(asked.model_dump(mode="json")) == asked
     one, two = (make_plan(spec, base_dir=DATA) for spec in (plain, asked))
     assert not {s.uid for s in one.samples()} & {s.uid for s in two.samples()}
+
+
+def test_more_than_the_beam_is_refused_and_what_may_give_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = of_cells()
+    for name in ("fast", "bloch", "abtem"):
+        with monkeypatch.context() as patched:
+            kind = type(get_simulator(name))
+            made = kind.pass_patterns
+            patched.setattr(kind, "pass_patterns", lambda *given, made=made: [p * 3.0 for p in made(*given)])
+            with pytest.raises(UnphysicalError, match=r"of the beam, at most 1\.00001 expected"):
+                simulate_sample(spec, simulator=name)
+    heavy = {"structures": [{"builder": {"name": "bulk", "args": ["Bi", "fcc"], "kwargs": {"a": 5.0}}}], "split": {}}
+    coarse, fine = (
+        make_plan(campaign(**heavy, grid={"sampling_A": step}), base_dir=DATA).warnings for step in (0.25, 0.18)
+    )
+    assert any("more than the beam" in text for text in coarse)
+    assert not any("more than the beam" in text for text in fine)
 
 
 def test_a_campaign_that_asks_for_it_is_told_what_is_missing() -> None:

@@ -41,6 +41,12 @@ CAMPAIGNS: dict[str, dict[str, Any]] = {
         "scan": {"shape": [8, 8], "step_A": 0.5},
         "fan_out": {"thickness_A": 4},
     },
+    "one cell of a crystal": {
+        "sampling": OPTICS | {"semiangle_mrad": 8, "thickness_A": 60},
+        "scan": {"shape": [16, 16], "step_A": 0.6},
+        "grid": {"sampling_A": 0.2, "slice_thickness_A": 2.0, "commensurate": True},
+        "fan_out": {"defocus_A": 2},
+    },
     "scattering matrix": {
         "sampling": OPTICS | {"semiangle_mrad": 8, "thickness_A": 60},
         "scan": {"shape": [24, 24], "step_A": 0.4},
@@ -93,19 +99,20 @@ def peak_bytes(plan: Plan, folder: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("simulator", ["fast", "smatrix"])
+@pytest.mark.parametrize("simulator", ["fast", "smatrix", "bloch"])
 def test_a_worker_stays_within_the_memory_that_the_plan_tells(simulator: str, tmp_path: Path) -> None:
-    """A grid of 300 squared or so, displaced atoms, two defoci a pass."""
+    """A grid of 300 squared or so, displaced atoms (at rest where cells are to repeat), two defoci a pass."""
+    bloch = simulator == "bloch"
     changes: dict[str, Any] = {
         "simulator": simulator,
         "structures": [{"library": ["Cu"]}],
         "cell": {"min_extent_A": 40},
-        "grid": {"sampling_A": 0.14, "slice_thickness_A": 2.0},
+        "grid": {"sampling_A": 0.14, "slice_thickness_A": 2.0, "commensurate": bloch},
         "detector": {"shape": [128, 128], "max_q_per_A": 2.0},
         "sampling": OPTICS | {"semiangle_mrad": 4, "thickness_A": 30},
         "scan": {"shape": [6, 6], "step_A": 1.0},
         "fan_out": {"defocus_A": 2},
-        "phonons": {"count": 2, "rms_A": 0.08},
+        "phonons": {"count": 0 if bloch else 2, "rms_A": 0.08},
         "samples_per_structure": 2,
     }
     plan = make_plan(CampaignSpec.model_validate({"name": "memory"} | SMALL | changes), base_dir=DATA)

@@ -19,7 +19,8 @@ from exitwave.ingest.errors import UsageError
 from exitwave.train.spatial import norm, pointwise, pooling, resample, shape  # noqa: F401  their handlers
 from exitwave.train.spatial.links import Axis, Grid, open_grid
 from exitwave.train.spatial.scatter import agreed_splits
-from exitwave.train.spatial.tile import Space, Tile
+from exitwave.train.spatial.tile import Space, Split, Tile, retiled
+from exitwave.train.spatial.tiles import even_bounds
 
 __all__ = ["parallelize"]
 
@@ -55,7 +56,8 @@ def parallelize(
         timeout_s: how long a rank waits for another.
 
     Called with plain tensors: those with more dims than the largest of `dims` are tiles of any sizes that fit together,
-    others are replicated. A result that was gathered on the way (flatten, global pooling) is the same on every rank.
+    others are replicated. The result's tiles are those of the input where the size is the same, otherwise those that
+    `scatter` makes. A result that was gathered on the way (flatten, global pooling) is the same on every rank.
 
     Raises:
         UsageError: unknown mesh dims; parameters that differ between ranks; a module that is parallelized already.
@@ -131,13 +133,16 @@ def _entering(module: nn.Module, space: Space, axes: list[tuple[Axis, int]]) -> 
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         space.where.clear()
+        space.entered = ()
 
         def tile(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.ndim <= deepest:
                 return value
             signature = f"{value.dtype}, training={module.training}, "
             signature += f"requires_grad={value.requires_grad}, gradients={torch.is_grad_enabled()}"
-            return Tile(value, agreed_splits(value.shape, signature, axes), space)
+            splits = tuple(agreed_splits(value.shape, signature, axes))
+            space.entered = space.entered or splits
+            return Tile(value, splits, space)
 
         return tuple(tile(value) for value in args), {name: tile(value) for name, value in kwargs.items()}
 
@@ -175,7 +180,7 @@ def _leaving(space: Space) -> Callable[..., Any]:
 def _plain(result: Any, space: Space) -> Any:
     """Tiles become this rank's pieces; replicated results carry their share of the gradient (see `Space.factor`)."""
     if isinstance(result, Tile):
-        return result.local
+        return retiled(result, [_as_promised(split, space) for split in result.splits]).local
     if isinstance(result, Tensor):
         return _Shared.apply(result, space.factor) if space.partial and result.requires_grad else result
     if isinstance(result, dict):
@@ -184,6 +189,12 @@ def _plain(result: Any, space: Space) -> Any:
         values = [_plain(value, space) for value in result]
         return type(result)(*values) if hasattr(result, "_fields") else type(result)(values)
     return result
+
+
+def _as_promised(split: Split, space: Space) -> Split:
+    """The input's bounds where the size is the same, else those of `scatter`: whatever the layers between have made."""
+    given = next((entered.bounds for entered in space.entered if entered.axis is split.axis), ())
+    return split.by(given if given and given[-1] == split.n else even_bounds(split.n, split.axis.size))
 
 
 class _Shared(torch.autograd.Function):

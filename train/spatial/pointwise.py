@@ -59,7 +59,7 @@ def _own(x: Tensor, ndim: int, splits: Sequence[Split], refuse: Any) -> Tensor:
             continue
         if x.shape[dim] != split.n:
             raise refuse(f"a replicated tensor of shape {tuple(x.shape)} beside dim {split.dim} of {split.n} places")
-        x = cut(x, [split.at(dim)])
+        x = cut(x, [split.at(dim)]).clone()  # a view would keep the whole alive until backward: a mask, say
     return x
 
 

@@ -75,6 +75,7 @@ class Space:
     overlap: bool = False
     partial: bool = False  # weight gradients stay this rank's part
     where: list[str] = field(default_factory=list)  # names of the layers that are running, outermost first
+    entered: tuple[Split, ...] = ()  # how the input of the call was split
 
     @property
     def ranks(self) -> int:

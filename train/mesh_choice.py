@@ -19,7 +19,7 @@ from exitwave.train.series import SeriesMeasured
 from exitwave.train.spec import TrainSpec
 from exitwave.train.task import task_of
 
-__all__ = ["choose_mesh", "measure_machine"]
+__all__ = ["choose_mesh", "measure_machine", "rank_meshes"]
 
 _MEMORY_SHARE = 0.8  # of what is free
 _SIZES = (4096, 1 << 20)
@@ -29,10 +29,11 @@ _REPEATS = 5
 def choose_mesh(spec: TrainSpec, data: Path, ranks: Ranks) -> list[MeshEstimate]:
     """All meshes of these ranks, the fastest that fits first. Every rank calls it, and gets what rank 0 found."""
     link = _measure_link(ranks)
-    return ranks.from_first(lambda: _choose(spec, data, ranks.info.world_size, measure_machine(link)))
+    return ranks.from_first(lambda: rank_meshes(spec, data, ranks.info.world_size, measure_machine(link)))
 
 
-def _choose(spec: TrainSpec, data: Path, world: int, machine: Machine) -> list[MeshEstimate]:
+def rank_meshes(spec: TrainSpec, data: Path, world: int, machine: Machine) -> list[MeshEstimate]:
+    """All meshes of a training of `spec` on the samples in `data`, the fastest that fits first."""
     shapes = {field.name: field.shape for field in open_dataset(data).fields}
     crop = spec.series.crop
 
@@ -41,20 +42,19 @@ def _choose(spec: TrainSpec, data: Path, world: int, machine: Machine) -> list[M
         return shape if crop is None else (shape[0], crop, crop)
 
     images, volume = cropped(spec.series.input), cropped(spec.series.target)
+    measured = SeriesMeasured(
+        images_shape=images,
+        volume_shape=volume if spec.task == "volume" else (),
+        image_mean=0.0,
+        image_std=1.0,
+        volume_mean_VA=0.0,
+        volume_std_VA=1.0,
+        targets_mean=(),
+        targets_std=(),
+    )
     with torch.device("meta"):
-        model = task_of(spec).make_model(
-            SeriesMeasured(
-                images_shape=images,
-                volume_shape=volume if spec.task == "volume" else (),
-                image_mean=0.0,
-                image_std=1.0,
-                volume_mean_VA=0.0,
-                volume_std_VA=1.0,
-                targets_mean=(),
-                targets_std=(),
-            )
-        )
-    space = volume if spec.task == "volume" else images
+        model = task_of(spec).make_model(measured)
+    space = (measured.planes, *images[1:])
     return fastest(count(model, (1, 1, *space)), world, batch=spec.batch, rows=space[1], machine=machine)
 
 

@@ -56,7 +56,7 @@ class Regression:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._spec.seed)
             return CosmoFlow(
-                in_shape=measured.images_shape,
+                in_shape=(measured.planes, *measured.images_shape[1:]),
                 in_channels=1,
                 outputs=len(series.targets),
                 widths=series.filters,

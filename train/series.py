@@ -57,6 +57,11 @@ class SeriesMeasured:
     targets_mean: tuple[float, ...]
     targets_std: tuple[float, ...]
 
+    @property
+    def planes(self) -> int:
+        """Of the network's input: the volume's, or the next power of two, which CosmoFlow wants."""
+        return self.volume_shape[0] if self.volume_shape else 1 << max(1, (self.images_shape[0] - 1).bit_length())
+
     def to_json(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
@@ -132,7 +137,7 @@ def noisy_images(
 
 
 def images_input(sample: dict[str, Any], spec: TrainSpec, measured: SeriesMeasured, *, epoch: int) -> Array:
-    """(1, D, h, w): the series standardised, its planes interpolated to the planes of the volume where they differ."""
+    """(1, D, h, w): the series standardised, its planes interpolated to as many as the network takes."""
     row, column = (int(v) for v in sample["tile"])
     images = noisy_images(
         sample[spec.series.input],
@@ -143,8 +148,7 @@ def images_input(sample: dict[str, Any], spec: TrainSpec, measured: SeriesMeasur
         corner=(row, column),
     )
     images = ((images - measured.image_mean) / measured.image_std).astype(np.float32)
-    planes = measured.volume_shape[0] if measured.volume_shape else len(images)
-    return resample_planes(images, planes)[None]
+    return resample_planes(images, measured.planes)[None]
 
 
 def resample_planes(images: Array, planes: int) -> Array:
@@ -168,6 +172,7 @@ def save_series(
         {
             "format": "exitwave-model",
             "version": 1,
+            "task": spec.task,
             "spec": json.dumps(spec.canonical()),
             "preprocessing": json.dumps(measured.to_json()),
             "dataset_id": dataset_id,

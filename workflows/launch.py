@@ -352,6 +352,11 @@ def evaluate_run(
     ptychography: Path | None = None,
 ) -> dict[str, Any]:
     """Metrics of a trained run on `split`, and a picture of some samples beside; the contract's `evaluate` document."""
+    from exitwave.train.series_evaluate import evaluate_series, is_series_run
+
+    if is_series_run(run):
+        require_split(data, split)
+        return evaluate_series(run, data, split=split, cache=cache)
     from exitwave.train.evaluate import evaluate
     from exitwave.workflows.comparison import write_comparison
 

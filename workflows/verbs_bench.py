@@ -23,7 +23,9 @@ from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
     "are made of network namespaces and need root; without it they are skipped, and said so. About 7 minutes. "
     "simulate: the multislice loop on one core beside its floor (two transforms for each slice and probe) and abTEM. "
     "ingest: shuffled batches beside raw reads, litdata, webdataset and mosaicml-streaming, each after showing that an "
-    "epoch of it holds every sample once; staging beside cp. A loader that is not installed is skipped, and said so.",
+    "epoch of it holds every sample once; staging beside cp. A loader that is not installed is skipped, and said so. "
+    "spatial: samples split over ranks beside one process: values, gradients, memory, bytes read, the published table, "
+    "and the performance model beside measured steps.",
     example="exitwave bench simulate\n"
     "exitwave bench ingest --mds-python mds/bin/python\n"
     "exitwave bench allreduce\n"
@@ -32,7 +34,7 @@ from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
     codes="0 measured, whether or not the targets hold; 1 a rank failed; 2 no such benchmark; 75 stopped.",
 )
 def bench(
-    what: Annotated[str, typer.Argument(metavar="allreduce|ingest|simulate", help="What to measure.")],
+    what: Annotated[str, typer.Argument(metavar="allreduce|ingest|simulate|spatial", help="What to measure.")],
     link: Annotated[
         list[str] | None,
         typer.Option("--link", metavar="NAME", help="loopback, 1gbit, 400mbit, 250mbit (all by default), 100mbit."),
@@ -94,8 +96,14 @@ def bench(
                 measured = bench_ingest(samples=samples, mds_python=mds_python, note=session.note)
             session.result(measured, lambda: bench_table(measured))
         return
+    if what == "spatial":
+        from exitwave.train.bench_spatial import run_bench_spatial, spatial_table
+
+        spatial = run_bench_spatial(full=full, say=say)
+        print(codec.dumps(spatial, indent=1) if json else spatial_table(spatial))
+        return
     if what != "allreduce":
-        raise UsageError(f"bench: {what!r} does not exist: choose allreduce, ingest or simulate")
+        raise UsageError(f"bench: {what!r} does not exist: choose allreduce, ingest, simulate or spatial")
     from exitwave.train.allreduce.bench import run_bench, table
 
     document = run_bench(links=link, models=model, seconds=seconds, full=full, say=say)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from torch import nn
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.allreduce.cost import LinkCost
+from exitwave.train.mesh_choice import rank_meshes
 from exitwave.train.mesh_model import Machine, estimate, fastest, fit_computation, halo_bytes, meshes
 from exitwave.train.models.cosmoflow import CosmoFlow
 from exitwave.train.models.counting import count
+from exitwave.train.spec import TrainSpec
+from tests.support.series_data import make_series
 
 LINK = LinkCost(alpha_s=1e-3, beta_s_per_byte=1e-9)
 MACHINE = Machine(s_per_flop=1e-9, s_per_layer=0.0, halos=LINK, gradients=LINK, overlap=False)
@@ -79,3 +83,14 @@ def test_fitting_gives_back_what_made_the_measurements():
     fitted = fit_computation(MACHINE, counted, measured)
     assert fitted.s_per_flop == pytest.approx(made.s_per_flop)
     assert fitted.s_per_layer == pytest.approx(made.s_per_layer)
+
+
+def test_a_trainings_mesh_follows_from_its_data_and_batch(tmp_path: Path):
+    data = make_series(tmp_path, train=2, val=0, side=16)
+    for task in ("volume", "regress"):
+        series = {"width": 2, "levels": 2, "filters": [4, 4], "hidden": [4]}
+        spec = TrainSpec.model_validate({"task": task, "series": series, "batch": 1, "steps": 1})
+        assert [one.name for one in rank_meshes(spec, data, 4, MACHINE)] == ["1x4"]
+        wide = spec.model_copy(update={"batch": 4})
+        assert rank_meshes(wide, data, 4, MACHINE)[0].name == "4x1"
+        assert {one.name for one in rank_meshes(wide, data, 4, MACHINE)} == {"4x1", "2x2", "1x4"}

@@ -27,7 +27,7 @@ from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, part_p
 from exitwave.ingest.records import Header, Manifest, PublishedShard, ShardRecord, Tombstone
 from exitwave.ingest.schema import MANIFEST_FORMAT, MANIFEST_VERSION, TABLES
 
-__all__ = ["MANIFEST_NAME", "ManifestWriter", "create_dataset", "load_manifest"]
+__all__ = ["MANIFEST_NAME", "ManifestWriter", "create_dataset", "load_header", "load_manifest"]
 
 MANIFEST_NAME = "manifest.jsonl"
 _SUM = re.compile(rb',"line_crc32c":"([0-9a-f]{8})"\}$')
@@ -84,6 +84,19 @@ def create_dataset(root: Path, header: Header) -> None:
         finally:
             part.unlink(missing_ok=True)
         fsync_dir(root)
+
+
+def load_header(root: Path) -> Header:
+    """The manifest's first line alone, which costs the same however long it is. Raises as `load_manifest` does."""
+    path = Path(root) / MANIFEST_NAME
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+    except (FileNotFoundError, NotADirectoryError):
+        return load_manifest(root).header  # says what is missing
+    if not line.endswith(b"\n"):
+        raise UsageError(f"{path}:1: the header is missing. {_WHAT_TO_DO}")
+    return _header(_decode(line[:-1], f"{path}:1"), f"{path}:1")
 
 
 def load_manifest(root: Path) -> Manifest:

@@ -14,7 +14,7 @@ from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
-from exitwave.ingest.manifest import load_manifest
+from exitwave.ingest.manifest import load_header, load_manifest
 from exitwave.simulate.counters import fold
 from exitwave.simulate.lease import lease_holder
 from exitwave.simulate.live import read_live
@@ -79,6 +79,7 @@ def campaign_status(dataset: Path) -> dict[str, Any]:
     Where a controller is at work, or one ended in order, its own last snapshot is shown, which costs the same however
     large the campaign is. Else everything is read: what the manifest says counts.
     """
+    load_header(dataset)  # a data set of another version is not this one's to speak of
     holder = lease_holder(dataset)
     shown = read_live(dataset, holder) or _read_all(dataset)
     return {

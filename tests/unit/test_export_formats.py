@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tarfile
@@ -33,13 +34,20 @@ def export(dataset: Path, out: Path, format: str, *uids: str, split: str | None 
     return export_samples(data, numbers, ExportSpec(format=format, **spec), out)
 
 
+def read_emd(path: Path) -> Any:
+    """emdfile walks through `sys.modules`; one there that imports others when it is looked at stops it, once."""
+    with contextlib.suppress(RuntimeError):
+        return emdfile.read(path)
+    return emdfile.read(path)
+
+
 KY = (np.arange(DETECTOR[0]) - DETECTOR[0] // 2) * DQ[0]
 KX = (np.arange(DETECTOR[1]) - DETECTOR[1] // 2) * DQ[1]
 
 
 def test_emdfile_opens_emd_with_dims_units_and_metadata(dataset: Path, tmp_path: Path) -> None:
     export(dataset, tmp_path / "gold.h5", "emd", "#1")
-    cube = emdfile.read(tmp_path / "gold.h5")
+    cube = read_emd(tmp_path / "gold.h5")
     assert type(cube) is emdfile.Array and cube.name == "datacube"
     assert np.array_equal(cube.data, arrays_of(0, 1)["cbed"])
     assert cube.dim_names == ("Ry", "Rx", "Qy", "Qx")
@@ -61,7 +69,7 @@ def test_emdfile_opens_emd_with_dims_units_and_metadata(dataset: Path, tmp_path:
 
 def test_emd_with_several_fields_is_a_tree(dataset: Path, tmp_path: Path) -> None:
     export(dataset, tmp_path / "both.emd", "emd", "#0", fields=("cbed", "potential"))
-    root = emdfile.read(tmp_path / "both.emd")
+    root = read_emd(tmp_path / "both.emd")
     label = root.tree("potential")
     assert np.array_equal(label.data, arrays_of(0, 0)["potential"])
     assert label.units == "V Å" and label.dim_units == ("A", "A")
@@ -73,14 +81,14 @@ def test_a_py4dstem_file_is_a_datacube_to_emdfiles_hook(dataset: Path, tmp_path:
     """py4DSTEM registers its classes with emdfile by this hook; its DataCube names rows x and columns y."""
     export(dataset, tmp_path / "cube.h5", "py4dstem", "#0")
     with pytest.raises(Exception, match="Unknown classname"):
-        emdfile.read(tmp_path / "cube.h5")
+        read_emd(tmp_path / "cube.h5")
     hook = types.ModuleType("hooked")
     hook.DataCube = type("DataCube", (emdfile.Array,), {})  # type: ignore[attr-defined]
     hook.Calibration = type("Calibration", (emdfile.Metadata,), {})  # type: ignore[attr-defined]
     hook._emd_hook = True  # type: ignore[attr-defined]
     sys.modules["hooked"] = hook
     try:
-        cube = emdfile.read(tmp_path / "cube.h5")
+        cube = read_emd(tmp_path / "cube.h5")
     finally:
         del sys.modules["hooked"]
     assert type(cube).__name__ == "DataCube" and cube.dim_names == ("Rx", "Ry", "Qx", "Qy")
@@ -162,8 +170,8 @@ def test_webdataset_reads_the_tars(dataset: Path, tmp_path: Path) -> None:
 def test_dose_is_keyed_by_uid_alone(dataset: Path, tmp_path: Path) -> None:
     export(dataset, tmp_path / "one.h5", "emd", "#4", dose_e_per_pattern=1e4)
     export(dataset, tmp_path / "all", "emd", dose_e_per_pattern=1e4)
-    one = emdfile.read(tmp_path / "one.h5")
-    among = emdfile.read(tmp_path / "all" / f"{uid_of(1, 1):016x}.h5")
+    one = read_emd(tmp_path / "one.h5")
+    among = read_emd(tmp_path / "all" / f"{uid_of(1, 1):016x}.h5")
     assert np.array_equal(one.data, among.data) and one.data.dtype == np.uint16 and one.units == "electrons"
     expected = arrays_of(1, 1)["cbed"].astype(float) * 1e4
     z = (one.data - expected) / np.sqrt(expected + 1e-9)

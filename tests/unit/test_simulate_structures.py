@@ -76,7 +76,7 @@ def test_an_unreadable_cif_is_a_rejected_row_and_a_missing_one_a_slip(tmp_path: 
         (StructureSource(cif=f"{'x' * 5000}.cif"), r"structures\[0\]: .*cannot be read"),
         (StructureSource.model_validate({"builder": {"name": "bulkk"}}), "ase.build has no 'bulkk'"),
         (StructureSource.model_validate({"builder": {"name": "bulk", "args": ["Zz"]}}), "refused it"),
-        (StructureSource(prototype="perovskit", elements=("Sr",), a_A=3.9), "known ones: bcc"),
+        (StructureSource(prototype="perovskit", elements=("Sr",), a_A=3.9), "known ones: .*bcc"),
         (StructureSource(prototype="rocksalt", elements=("Na",), a_A=5.6), "2 site"),
         (StructureSource(prototype="fcc", elements=("Qq",), a_A=4), "not a chemical element"),
         (StructureSource(prototype="fcc", elements=("Au",), a_A=4, c_A=5), "cubic"),

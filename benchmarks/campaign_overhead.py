@@ -5,12 +5,18 @@
 Each round simulates the same samples twice, in turn: bare (a loop over the simulator, nothing kept) and as a campaign
 on the inline cluster, which pickles every task and result. One core, one process, so that both do the same work. Also
 measured: one epoch of the shards through `ShardDataset` against bare sequential reads of the same files.
+
+`--workers-only` measures what a second worker brings instead: two bare processes of the simulation against one, and two
+workers of a campaign (Dask, guarded processes, shards, manifest) against one, in turn. Rates are those of the steady
+state: after the first shard of each worker. Two processes share caches and memory, so that twice is not reached by
+either; the campaign should gain at least 0.95 of what the bare processes gain.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -25,13 +31,13 @@ from exitwave.simulate import CampaignSpec, make_cluster, make_plan, run_campaig
 from exitwave.simulate.simulator import get_simulator
 
 
-def campaign(samples: int) -> CampaignSpec:
+def campaign(samples: int, *, per_shard: int | None = None) -> CampaignSpec:
     return CampaignSpec.model_validate(
         {
             "name": "overhead",
             "structures": [{"library": ["Si", "Au", "GaAs"]}],
             "samples_per_structure": samples,
-            "samples_per_shard": samples,
+            "samples_per_shard": per_shard or samples,
             "cell": {"min_extent_A": 26},
             "sampling": {"energy_keV": {"choice": [100, 200]}, "thickness_A": {"uniform": [20, 60]}},
             "grid": {"sampling_A": 0.25, "max_gpts": 128},
@@ -54,6 +60,57 @@ def as_campaign(spec: CampaignSpec, folder: Path) -> float:
     plan = make_plan(spec, base_dir=Path())
     run_campaign(plan, folder, make_cluster("inline", workers=1))
     return time.perf_counter() - began
+
+
+def _bare_process(samples: int, start: Any, told: Any) -> None:
+    plan = make_plan(campaign(samples), base_dir=Path())
+    list(get_simulator(plan.simulator).simulate(list(plan.tasks[0].samples())[:1]))
+    start.wait()
+    told.put(bare(plan))
+
+
+def bare_processes(samples: int, count: int) -> float:
+    """Samples per second of so many processes, each simulating all samples, begun at the same moment."""
+    context = multiprocessing.get_context("spawn")
+    start, told = context.Barrier(count), context.Queue()
+    started = [context.Process(target=_bare_process, args=(samples, start, told)) for _ in range(count)]
+    for process in started:
+        process.start()
+    seconds = [told.get(timeout=600) for _ in started]
+    for process in started:
+        process.join()
+    return sum(3 * samples / s for s in seconds)
+
+
+def campaign_workers(samples: int, folder: Path, count: int) -> float:
+    """Samples per second of a campaign with so many workers, after the first shard of each."""
+    shards: list[tuple[float, int]] = []
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["kind"] == "shard_committed":
+            shards.append((time.perf_counter(), event["n"]))
+
+    plan = make_plan(campaign(samples, per_shard=max(1, samples // 8)), base_dir=Path())
+    run_campaign(plan, folder, make_cluster("local", workers=count), listeners=[listen])
+    # Not the last ones either, during which a worker may have nothing left to do.
+    steady = shards[count : len(shards) - count + 1]
+    return sum(n for _, n in steady) / (steady[-1][0] - shards[count - 1][0])
+
+
+def second_worker(rounds: int, samples: int, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows and the target of what a second worker brings."""
+    rows = []
+    for round_ in range(rounds):
+        row: dict[str, Any] = {"round": round_}
+        for count in (1, 2):
+            row[f"bare_{count}_per_s"] = bare_processes(samples, count)
+            row[f"campaign_{count}_per_s"] = campaign_workers(samples, folder / f"{round_}-{count}", count)
+        row["bare_gain"] = row["bare_2_per_s"] / row["bare_1_per_s"]
+        row["campaign_gain"] = row["campaign_2_per_s"] / row["campaign_1_per_s"]
+        rows.append(row)
+    value = statistics.median(row["campaign_gain"] / row["bare_gain"] for row in rows)
+    name = "gain of a second worker / gain of a second bare process"
+    return rows, [{"name": name, "value": value, "target": 0.95, "holds": value >= 0.95}]
 
 
 def raw_read(folder: Path) -> float:
@@ -80,11 +137,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=12, help="of each of three structures")
+    parser.add_argument("--workers-only", action="store_true", help="what a second worker brings, and nothing else")
     arguments = parser.parse_args()
+    machine = {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
+    if arguments.workers_only:
+        with tempfile.TemporaryDirectory(prefix="exitwave-bench-") as name:
+            rows, targets = second_worker(arguments.rounds, arguments.samples, Path(name))
+        print(json.dumps({"bench": "campaign-workers", "machine": machine, "rows": rows, "targets": targets}, indent=1))
+        return
     spec = campaign(arguments.samples)
     plan = make_plan(spec, base_dir=Path())
     list(get_simulator(plan.simulator).simulate(list(plan.tasks[0].samples())[:1]))  # imports and compiles
-    rows: list[dict[str, Any]] = []
+    rows = []
     folder = Path(tempfile.mkdtemp(prefix="exitwave-bench-"))
     try:
         for round_ in range(arguments.rounds):
@@ -106,7 +170,6 @@ def main() -> None:
         },
         {"name": "shuffled epoch / raw sequential read", "value": reading, "target": 0.8, "holds": reading >= 0.8},
     ]
-    machine = {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
     print(json.dumps({"bench": "campaign", "machine": machine, "rows": rows, "targets": targets}, indent=1))
 
 

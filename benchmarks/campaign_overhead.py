@@ -7,9 +7,12 @@ on the inline cluster, which pickles every task and result. One core, one proces
 measured: one epoch of the shards through `ShardDataset` against bare sequential reads of the same files.
 
 `--workers-only` measures what a second worker brings instead: two bare processes of the simulation against one, and two
-workers of a campaign (Dask, guarded processes, shards, manifest) against one, in turn. Rates are those of the steady
-state: after the first shard of each worker. Two processes share caches and memory, so that twice is not reached by
-either; the campaign should gain at least 0.95 of what the bare processes gain.
+workers of a campaign (Dask, guarded processes, shards, manifest) against one, in turn. All samples are of one
+structure, so that any part of them costs the same. A worker's rate is that between its first shard and its last: what
+it imports and compiles is in neither. Two processes share caches and memory, so that twice is not reached by either;
+the campaign should gain at least 0.95 of what the bare processes gain. Also shown is what a worker spends outside the
+simulator, in its task (`shard_s`: HDF5, checksums, fsync) and between two tasks (`between_s`: pickling, the guarded
+process, the scheduler, the controller), both in seconds for each shard.
 """
 
 from __future__ import annotations
@@ -23,19 +26,23 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from exitwave.ingest import GlobalSampler, ShardDataset
+from exitwave.ingest import GlobalSampler, ShardDataset, open_dataset
 from exitwave.simulate import CampaignSpec, make_cluster, make_plan, run_campaign
 from exitwave.simulate.simulator import get_simulator
+from exitwave.simulate.threads import limit_threads
+
+LIBRARY = ("Si", "Au", "GaAs")
 
 
-def campaign(samples: int, *, per_shard: int | None = None) -> CampaignSpec:
+def campaign(samples: int, *, per_shard: int | None = None, library: Sequence[str] = LIBRARY) -> CampaignSpec:
     return CampaignSpec.model_validate(
         {
             "name": "overhead",
-            "structures": [{"library": ["Si", "Au", "GaAs"]}],
+            "structures": [{"library": list(library)}],
             "samples_per_structure": samples,
             "samples_per_shard": per_shard or samples,
             "cell": {"min_extent_A": 26},
@@ -63,8 +70,9 @@ def as_campaign(spec: CampaignSpec, folder: Path) -> float:
 
 
 def _bare_process(samples: int, start: Any, told: Any) -> None:
-    plan = make_plan(campaign(samples), base_dir=Path())
-    list(get_simulator(plan.simulator).simulate(list(plan.tasks[0].samples())[:1]))
+    limit_threads()  # as a worker does
+    plan = make_plan(campaign(3 * samples, library=LIBRARY[1:2]), base_dir=Path())
+    list(get_simulator(plan.simulator).simulate(list(plan.tasks[0].samples())[: _per_shard(samples)]))
     start.wait()
     told.put(bare(plan))
 
@@ -82,19 +90,31 @@ def bare_processes(samples: int, count: int) -> float:
     return sum(3 * samples / s for s in seconds)
 
 
-def campaign_workers(samples: int, folder: Path, count: int) -> float:
-    """Samples per second of a campaign with so many workers, after the first shard of each."""
-    shards: list[tuple[float, int]] = []
+def _per_shard(samples: int) -> int:
+    return max(1, samples // 4)
+
+
+def campaign_workers(samples: int, folder: Path, count: int) -> dict[str, float]:
+    """Samples per second of a campaign with so many workers, and what each shard cost besides its simulation."""
+    ended: dict[str, tuple[float, dict[str, Any]]] = {}
 
     def listen(event: dict[str, Any]) -> None:
         if event["kind"] == "shard_committed":
-            shards.append((time.perf_counter(), event["n"]))
+            ended[event["shard_id"]] = (time.perf_counter(), event)
 
-    plan = make_plan(campaign(samples, per_shard=max(1, samples // 8)), base_dir=Path())
+    plan = make_plan(campaign(3 * samples, per_shard=_per_shard(samples), library=LIBRARY[1:2]), base_dir=Path())
     run_campaign(plan, folder, make_cluster("local", workers=count), listeners=[listen])
-    # Not the last ones either, during which a worker may have nothing left to do.
-    steady = shards[count : len(shards) - count + 1]
-    return sum(n for _, n in steady) / (steady[-1][0] - shards[count - 1][0])
+    by_worker: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for shard in open_dataset(folder).manifest.shards:
+        by_worker.setdefault(shard.producer["pid"], []).append(ended[shard.shard_id])
+    rate, between, outside = 0.0, [], []
+    for shards in by_worker.values():
+        shards.sort(key=lambda each: each[0])
+        took = shards[-1][0] - shards[0][0]
+        rate += sum(event["n"] for _, event in shards[1:]) / took
+        between.append((took - sum(event["seconds"] for _, event in shards[1:])) / (len(shards) - 1))
+        outside += [event["seconds"] - event["simulated_s"] for _, event in shards[1:]]
+    return {"per_s": rate, "between_s": statistics.mean(between), "shard_s": statistics.mean(outside)}
 
 
 def second_worker(rounds: int, samples: int, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -104,7 +124,8 @@ def second_worker(rounds: int, samples: int, folder: Path) -> tuple[list[dict[st
         row: dict[str, Any] = {"round": round_}
         for count in (1, 2):
             row[f"bare_{count}_per_s"] = bare_processes(samples, count)
-            row[f"campaign_{count}_per_s"] = campaign_workers(samples, folder / f"{round_}-{count}", count)
+            found = campaign_workers(samples, folder / f"{round_}-{count}", count)
+            row |= {f"campaign_{count}_{name}": value for name, value in found.items()}
         row["bare_gain"] = row["bare_2_per_s"] / row["bare_1_per_s"]
         row["campaign_gain"] = row["campaign_2_per_s"] / row["campaign_1_per_s"]
         rows.append(row)

@@ -4,12 +4,17 @@ A shard's name is a hash of its place in its plan among other things, so in a la
 another one. Here the two are matched by what they are, the samples' own hashes: a task whose samples are those of a
 committed shard, in the same split, takes that shard's name. Where every committed shard finds its task, the new plan
 only adds.
+
+A sample's hash tells which sample it is, not how it was made: everything else that was asked for, the simulator and the
+content of its file included, must be as it was, or samples of two kinds would be mixed under one name.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +25,27 @@ from exitwave.ingest.manifest import load_manifest
 from exitwave.ingest.records import ShardRecord
 from exitwave.simulate.work import CampaignPlan
 
-__all__ = ["extended"]
+__all__ = ["extended", "makes_others"]
+
+# How many samples of what there are, and how they lie in shards: nothing of this changes a sample.
+MAY_DIFFER = frozenset(
+    {"name", "structures", "split", "samples", "samples_per_structure", "samples_per_shard", "structures_per_shard"}
+)
 
 
-def extended(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
-    """`plan` with the names of the shards that `dataset` holds. UsageError, saying why, where it does not only add."""
+def makes_others(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What of two resolved configurations differs so that equal samples of them need not be made in the same way."""
+    keys = {*there, *here} - MAY_DIFFER
+    return sorted(key for key in keys if there.get(key) != here.get(key))
+
+
+def extended(plan: CampaignPlan, dataset: Path, there: Mapping[str, Any]) -> CampaignPlan:
+    """`plan` with the names of the shards that `dataset` holds, which was made of the resolved configuration `there`.
+
+    UsageError, saying why, where it does not only add.
+    """
+    if others := makes_others(there, json.loads(json.dumps(plan.resolved()))):
+        raise UsageError(f"samples are made in another way ({', '.join(others)})")
     manifest = load_manifest(dataset)
     if manifest.header.fields != plan.fields:
         raise UsageError("its samples have other fields")

@@ -18,6 +18,8 @@ def conflict(recipe: Recipe, simulator: str) -> str | None:
     """Why no sample of this recipe can be made by `simulator`, or None."""
     if simulator == "bloch" and recipe.phonons.count:
         return "bloch needs atoms at rest, phonons.count is not 0: `simulator: auto` takes another route"
+    if simulator == "bloch" and recipe.grid.projection == "finite":
+        return "bloch needs cells that are equal, grid.projection: finite rounds them: `simulator: auto` does it"
     if simulator != "weak-phase":
         return None
     asked = {

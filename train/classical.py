@@ -37,6 +37,7 @@ __all__ = [
     "probe_diameter_A",
     "quadrant_dpc",
     "reconstruct",
+    "rotated",
     "to_label_grid",
     "wavelength_A",
 ]
@@ -105,7 +106,12 @@ def along_scan_axes(vectors: Array, params: np.void) -> Array:
 
     Probe (i, j) lies at y = y0 + i cos + j sin, x = x0 + j cos - i sin (in steps), by `scan_rotation_deg`.
     """
-    angle = np.deg2rad(float(params["scan_rotation_deg"]))
+    return rotated(vectors, float(params["scan_rotation_deg"]))
+
+
+def rotated(vectors: Array, scan_rotation_deg: float) -> Array:
+    """`along_scan_axes` for an angle in degrees: (2, …) -> (2, …)."""
+    angle = np.deg2rad(scan_rotation_deg)
     cos, sin = np.cos(angle), np.sin(angle)
     return np.stack([cos * vectors[0] - sin * vectors[1], sin * vectors[0] + cos * vectors[1]])
 

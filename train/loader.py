@@ -34,21 +34,37 @@ __all__ = ["EVALUATION_EPOCH", "Batch", "Measured", "Prepare", "check_numbers", 
 EVALUATION_EPOCH = -1
 # Statistics are taken over at most so many training samples, evenly spaced.
 _MEASURED_SAMPLES = 1024
+# What a trained model says of the experiments that it knows: name -> the parameter's column.
+_TRAINED = {
+    "energy_keV": "energy_keV",
+    "semiangle_mrad": "semiangle_mrad",
+    "thickness_A": "thickness_A",
+    "defocus_A": "defocus_A",
+    "R_sampling_A": "R_sampling_y_A",
+    "Q_sampling_per_A": "Q_sampling_y_per_A",
+    "label_blur_A": "label_blur_A",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Inputs (B, C, h, w), target (B, H, W) standardised, weight (B, H, W), and the uids in the same order."""
+    """Inputs (B, C, h, w), target (B, H, W) standardised, weight (B, H, W), and the uids in the same order.
+
+    `scale` (B,): what an error of each sample is multiplied with before it is judged; None: one.
+    """
 
     inputs: Tensor
     target: Tensor
     weight: Tensor
     uids: tuple[int, ...]
+    scale: Tensor | None = None
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
         """The same batch in another precision; itself where it has that already. Whole numbers stay what they are."""
         target = self.target.to(device, dtype if self.target.is_floating_point() else None)
-        return replace(self, inputs=self.inputs.to(device, dtype), target=target, weight=self.weight.to(device, dtype))
+        scale = None if self.scale is None else self.scale.to(device, dtype)
+        weight = self.weight.to(device, dtype)
+        return replace(self, inputs=self.inputs.to(device, dtype), target=target, weight=weight, scale=scale)
 
     def split(self, parts: int) -> list[Batch]:
         """So many consecutive parts whose sizes differ by one at most, the empty ones left out."""
@@ -63,6 +79,7 @@ class Batch:
                 target=self.target[a:b],
                 weight=self.weight[a:b],
                 uids=self.uids[a:b],
+                scale=None if self.scale is None else self.scale[a:b],
             )
             for a, b in pairwise(ends)
             if b > a
@@ -77,6 +94,7 @@ class Prepare:
     preprocessing: Preprocessing
     seed: int
     epoch: int
+    per_thickness: bool = False
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
         inputs, targets, weights = [], [], []
@@ -101,7 +119,14 @@ class Prepare:
             target=torch.from_numpy(np.stack(targets)),
             weight=torch.from_numpy(np.stack(weights)),
             uids=tuple(int(sample["uid"]) for sample in samples),
+            scale=self._scale(samples) if self.per_thickness else None,
         )
+
+    def _scale(self, samples: Sequence[dict[str, Any]]) -> Tensor:
+        """Mean thickness (the geometric one of the training's bounds) over each sample's own."""
+        low, high = self.preprocessing.trained["thickness_A"]
+        depth = [float(sample["params"]["thickness_A"]) for sample in samples]
+        return torch.tensor([(low * high) ** 0.5 / max(d, 1e-3) for d in depth], dtype=torch.float32)
 
 
 def check_numbers(sample: dict[str, Any], field: str, *, least: float = -np.inf) -> None:
@@ -166,6 +191,7 @@ def measure(dataset: ShardDataset, *, layout: str) -> Measured:
     indices = [i * len(dataset) // n for i in range(n)]
     total = variance = com_square = icom_square = 0.0
     mean_image: Any = 0.0
+    seen: list[tuple[float, ...]] = []
     for index in indices:
         sample = dataset[index]
         check_numbers(sample, "cbed", least=0.0)
@@ -174,6 +200,7 @@ def measure(dataset: ShardDataset, *, layout: str) -> Measured:
         total += float(potential.mean())
         variance += float(potential.var()) / n
         mean_image = mean_image + potential / float(sample["params"]["thickness_A"]) / n
+        seen.append(tuple(float(sample["params"][column]) for column in _TRAINED.values()))
         com, icom = centre_of_mass_images(sample["cbed"], sample["params"])
         com_square += float((com**2).mean())
         icom_square += float((icom**2).mean())
@@ -187,5 +214,8 @@ def measure(dataset: ShardDataset, *, layout: str) -> Measured:
         target_std_VA=max(variance**0.5, 1e-6),
         com_std=max((com_square / n) ** 0.5, 1e-9),
         icom_std_VA=max((icom_square / n) ** 0.5, 1e-9),
+        trained={
+            name: (min(values), max(values)) for name, values in zip(_TRAINED, zip(*seen, strict=True), strict=True)
+        },
     )
     return Measured(preprocessing=preprocessing, mean_image_V=np.asarray(mean_image, dtype=np.float32))

@@ -13,7 +13,7 @@ which order, changes nothing. The steps, for one sample:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,15 @@ from exitwave.train.classical import (
 from exitwave.train.keys import generator
 from exitwave.train.spec import DataSpec
 
-__all__ = ["Preprocessing", "augment", "input_channels", "network_input", "noisy_counts"]
+__all__ = [
+    "Preprocessing",
+    "augment",
+    "input_channels",
+    "mirrored",
+    "network_input",
+    "noisy_counts",
+    "unmirrored",
+]
 
 Array = npt.NDArray[np.floating[Any]]
 
@@ -52,6 +60,7 @@ class Preprocessing:
     target_mean_VA: over all label pixels of the training set.
     target_std_VA: deviation of a label's pixels from that label's own mean, pooled over the training set.
     com_std, icom_std: deviation of the centre of mass over the disc's radius, and of its integral [V·Å].
+    trained: least and largest value of what the experiment was like, by the parameter's name.
     """
 
     layout: str
@@ -62,6 +71,7 @@ class Preprocessing:
     target_std_VA: float
     com_std: float
     icom_std_VA: float
+    trained: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def standardise(self, potential_VA: Array) -> npt.NDArray[np.float32]:
         """V·Å -> standard deviations."""
@@ -77,6 +87,7 @@ class Preprocessing:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Preprocessing:
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        values["trained"] = {k: (float(v[0]), float(v[1])) for k, v in data.get("trained", {}).items()}
         return cls(**values)
 
 
@@ -122,18 +133,51 @@ def augment(
     if spec.augment == "none":
         return counts, potential, weight, params
     element = int(generator("augment", seed, epoch, uid).integers(8))
+    scan = counts.shape[:2]
+    counts, params = mirrored(counts, params, element)
+    transposed = bool(element & 4) and _square(scan, counts.shape[2:])
+    potential, weight = (_turned(image, scan, element, transposed=transposed) for image in (potential, weight))
+    return counts, potential, weight, params
+
+
+def mirrored(counts: npt.NDArray[np.float32], params: np.void, element: int) -> tuple[npt.NDArray[np.float32], np.void]:
+    """Scan and detector turned over by one of the eight elements (bits: along y, along x, transposed), and parameters.
+
+    A transposition is left away where scan or detector are not square.
+    """
     params = params.copy()
-    for axis, mirrored in ((0, element & 1), (1, element & 2)):
-        if mirrored:
+    for axis, flipped in ((0, element & 1), (1, element & 2)):
+        if flipped:
             params["scan_rotation_deg"] *= -1
             counts = _mirror_detector(np.flip(counts, axis=axis), axis=axis + 2)
-            potential, weight = (_mirror_label(image, counts.shape[axis], axis=axis) for image in (potential, weight))
-    if element & 4 and counts.shape[0] == counts.shape[1] and counts.shape[2] == counts.shape[3]:
-        counts, potential, weight = counts.transpose(1, 0, 3, 2), potential.T, weight.T
+    if element & 4 and _square(counts.shape[:2], counts.shape[2:]):
+        counts = counts.transpose(1, 0, 3, 2)
         params["scan_rotation_deg"] *= -1
         for a, b in (("Q_sampling_y_per_A", "Q_sampling_x_per_A"), ("R_sampling_y_A", "R_sampling_x_A")):
             params[a], params[b] = params[b].copy(), params[a].copy()
-    return np.ascontiguousarray(counts), potential, weight, params
+    return np.ascontiguousarray(counts), params
+
+
+def unmirrored(image: Array, scan: tuple[int, int], element: int) -> Array:
+    """An image on the label's grid (H, W) of a `mirrored` experiment, turned back; NaN where nothing is known."""
+    if element & 4:
+        image = image.T
+    for axis, flipped in ((0, element & 1), (1, element & 2)):
+        if flipped:
+            known = _mirror_label(np.ones(image.shape), scan[axis], axis=axis) > 0
+            image = np.where(known, _mirror_label(image, scan[axis], axis=axis), np.nan)
+    return image
+
+
+def _turned(image: Array, scan: tuple[int, ...], element: int, *, transposed: bool) -> Array:
+    for axis, flipped in ((0, element & 1), (1, element & 2)):
+        if flipped:
+            image = _mirror_label(image, scan[axis], axis=axis)
+    return image.T if transposed else image
+
+
+def _square(scan: tuple[int, ...], detector: tuple[int, ...]) -> bool:
+    return scan[0] == scan[1] and detector[0] == detector[1]
 
 
 def _mirror_detector(counts: npt.NDArray[np.float32], *, axis: int) -> npt.NDArray[np.float32]:

@@ -30,10 +30,19 @@ class Reconstruction:
         return make_model(self._spec, measured.preprocessing)
 
     def prepare(self, measured: Measured, *, epoch: int) -> Prepare:
-        return Prepare(data=self._spec.data, preprocessing=measured.preprocessing, seed=self._spec.seed, epoch=epoch)
+        return Prepare(
+            data=self._spec.data,
+            preprocessing=measured.preprocessing,
+            seed=self._spec.seed,
+            epoch=epoch,
+            per_thickness=self._spec.loss.unit == "V",
+        )
 
     def per_sample_loss(self, output: Tensor, batch: Batch) -> Tensor:
-        return per_sample_loss(self._spec.loss, output, batch.target, batch.weight)
+        target = batch.target
+        if batch.scale is not None:
+            output, target = output * batch.scale[:, None, None], target * batch.scale[:, None, None]
+        return per_sample_loss(self._spec.loss, output, target, batch.weight)
 
     def save(self, path: Path, module: nn.Module, measured: Measured, *, dataset_id: str, step: int) -> None:
         save_model(path, module, self._spec, measured, dataset_id=dataset_id, step=step)

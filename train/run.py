@@ -32,6 +32,8 @@ from exitwave.train.spec import TrainSpec, spec_difference, with_defaults
 from exitwave.train.state import sweep_checkpoints
 
 __all__ = [
+    "MODEL_FORMAT",
+    "MODEL_VERSION",
     "SavedFacts",
     "TrainedModel",
     "claim_run",
@@ -41,10 +43,11 @@ __all__ = [
     "read_saved",
     "save_model",
     "saved_facts",
+    "saved_task",
 ]
 
-_MODEL_FORMAT = "exitwave-model"
-_MODEL_VERSION = 1
+MODEL_FORMAT = "exitwave-model"
+MODEL_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +125,8 @@ def save_model(
     buffer = io.BytesIO()
     torch.save(
         {
-            "format": _MODEL_FORMAT,
-            "version": _MODEL_VERSION,
+            "format": MODEL_FORMAT,
+            "version": MODEL_VERSION,
             "spec": json.dumps(spec.canonical()),
             "preprocessing": json.dumps(measured.preprocessing.to_json()),
             "mean_image_V": torch.from_numpy(measured.mean_image_V),
@@ -150,9 +153,9 @@ def read_saved(run: Path) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise DamagedDataError(f"{path}: expected a trained model, could not read it ({error})") from error
-    if (content.get("format"), content.get("version")) != (_MODEL_FORMAT, _MODEL_VERSION):
+    if (content.get("format"), content.get("version")) != (MODEL_FORMAT, MODEL_VERSION):
         raise UsageError(
-            f"{path}: expected {_MODEL_FORMAT} version {_MODEL_VERSION}, got {content.get('format')} version "
+            f"{path}: expected {MODEL_FORMAT} version {MODEL_VERSION}, got {content.get('format')} version "
             f"{content.get('version')}"
         )
     return content
@@ -166,6 +169,11 @@ def saved_facts(run: Path) -> SavedFacts:
     )
 
 
+def saved_task(run: Path) -> str:
+    """What the trained model of a run was trained to do."""
+    return str(json.loads(read_saved(run)["spec"]).get("task", "reconstruct"))
+
+
 def load_model(run: Path) -> TrainedModel:
     """The trained model of a run, in evaluation mode. Raises what `read_saved` raises."""
     content = read_saved(run)
@@ -174,6 +182,10 @@ def load_model(run: Path) -> TrainedModel:
             f"{run}: expected a model from patterns to potentials, this one is of task {content.get('task', 'unknown')}"
         )
     spec = TrainSpec.model_validate_json(content["spec"])
+    if spec.task != "reconstruct":
+        raise UsageError(
+            f"{run}: a model that reconstructs potentials is expected, this one was trained to {spec.task}"
+        )
     preprocessing = Preprocessing.from_json(json.loads(content["preprocessing"]))
     module = make_model(spec, preprocessing)
     module.load_state_dict(content["state_dict"])

@@ -45,6 +45,7 @@ class ModelSpec(StrictModel):
     norm: Literal["group", "none"] | None = None
     dropout: float | None = Field(default=None, ge=0, lt=1)
     stem: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None = None
+    stem_kernel: int | None = Field(default=None, ge=1, le=255)
 
     def overrides(self) -> dict[str, object]:
         """The sizes that were given, by the names of `DenseNetSize`."""
@@ -172,6 +173,9 @@ class LossSpec(StrictModel):
     name: Literal["mse", "huber", "l1", "pairwise"] = "huber"
     delta: float = Field(default=1.0, gt=0, description="of huber, in standard deviations of the target")
     offset_weight: float = Field(default=0.1, ge=0)
+    unit: Literal["V", "VA"] = Field(
+        default="VA", description="V judges potential over thickness, which is scored: thin samples count as thick ones"
+    )
 
 
 class LossScaleSpec(StrictModel):
@@ -200,11 +204,12 @@ class CheckpointSpec(StrictModel):
 class TrainSpec(StrictModel):
     """The whole of a training. `batch` counts samples over all ranks.
 
-    task: `reconstruct` the projected potential from patterns (`model`, `data`), or, from through-focal series
+    task: `reconstruct` the projected potential from patterns (`model`, `data`), `classify` patterns by the crystal's
+        space group (`data`; of `model` only growth, the first width, and dropout), or, from through-focal series
     (`series`), the potential's `volume`, or `regress` parameters.
     """
 
-    task: Literal["reconstruct", "volume", "regress"] = "reconstruct"
+    task: Literal["reconstruct", "classify", "volume", "regress"] = "reconstruct"
     model: ModelSpec = ModelSpec()
     series: SeriesSpec = SeriesSpec()
     data: DataSpec = DataSpec()

@@ -46,6 +46,10 @@ class Task(Protocol):
 
 def task_of(spec: TrainSpec) -> Task:
     """The task that a configuration asks for."""
+    if spec.task == "classify":
+        from exitwave.train.classification import Classification
+
+        return Classification(spec)
     if spec.task == "volume":
         from exitwave.train.volume import Volume
 

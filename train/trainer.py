@@ -95,7 +95,7 @@ def train(
 
 def _parallel_of(spec: TrainSpec) -> Parallel:
     """Data parallelism; tasks that read tiles have their own, of which one tile is the whole sample."""
-    return Parallel() if spec.task == "reconstruct" else SpatialMesh(spec, None)
+    return Parallel() if spec.task in ("reconstruct", "classify") else SpatialMesh(spec, None)
 
 
 @contextmanager

@@ -58,7 +58,14 @@ def _open_closed_streams() -> None:
 
 def register_verbs() -> None:
     """Import the modules whose verbs register themselves, when a verb is to run and not before."""
-    from exitwave.workflows import verbs_bench, verbs_data, verbs_service, verbs_train, verbs_views  # noqa: F401
+    from exitwave.workflows import (  # noqa: F401
+        verbs_bench,
+        verbs_data,
+        verbs_model,
+        verbs_service,
+        verbs_train,
+        verbs_views,
+    )
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -358,9 +358,14 @@ def evaluate_run(
         require_split(data, split)
         return evaluate_series(run, data, split=split, cache=cache)
     from exitwave.train.evaluate import evaluate
+    from exitwave.train.run import saved_task
     from exitwave.workflows.comparison import write_comparison
 
     require_split(data, split)
+    if saved_task(run) == "classify":
+        from exitwave.train.evaluate_classes import evaluate_classes
+
+        return evaluate_classes(run, data, split=split, cache=cache)
     document: dict[str, Any] = evaluate(run, data, split=split, cache=cache, dense=dense, ptychography=ptychography)
     document["picture"] = str(write_comparison(run / "evaluation.npz", run / f"evaluation-{split}.png"))
     return document

@@ -92,7 +92,9 @@ def run_pipeline(
             session.note(f"Going on with {out}: what is done already is not done again.")
         with session.progress() as feed:
             line = _Line(session=session, log=log, feed=feed, out=out, spec=spec, planned=planned)
-            failed = line.simulate(cluster or spec.cluster.kind, workers or spec.cluster.workers)
+            failed = line.simulate(
+                cluster or spec.cluster.kind, planned.workers_on(cluster or spec.cluster.kind, workers)
+            )
             line.stage()
             line.train(ranks or spec.ranks)
             metrics = line.evaluate()
@@ -287,7 +289,10 @@ def _remove(path: Path) -> None:
 def _document(out: Path, report: Path, metrics: Mapping[str, Any], *, failed: int, seconds: float) -> dict[str, Any]:
     figures = metrics.get("metrics", {})
     words = ""
-    if figures.get("model") and figures.get("mean"):
+    if metrics.get("task") == "classify":
+        words = ", ".join(f"{name} {value['top1']:.3g}" for name, value in figures.items())
+        words = f"Top-1 on split {metrics.get('split')}: {words}.\n"
+    elif figures.get("model") and figures.get("mean"):
         others = ", ".join(
             f"{name} {figures[key]['rmse_VA']:.3g}"
             for key, name in (("idpc", "iDPC"), ("mean", "mean image"))

@@ -158,6 +158,8 @@ def verify_table(document: Row) -> Group:
 
 def metrics_table(document: Row) -> Group:
     """The network beside the classical methods: all samples, then by thickness and by dose, then what was aimed at."""
+    if document.get("task") == "classify":
+        return _class_table(document)
     parts: list[Any] = [_scores(document["metrics"])]
     for title, key in (("thickness Å", "thickness_A"), ("electrons a pattern", "dose_e_per_pattern")):
         rows = document.get("by_thickness" if key == "thickness_A" else "by_dose") or ()
@@ -174,6 +176,14 @@ def metrics_table(document: Row) -> Group:
     notes = [document.get(key) for key in ("edge_note", "step_note", "focus_note")]
     tail = [_about(document), *(note for note in notes if note)]
     return Group(*parts, Text(""), *(Text(line, style="dim") for line in tail))
+
+
+def _class_table(document: Row) -> Group:
+    table = _table("method", "top-1", "F1", right=("top-1", "F1"))
+    for method, figures in document["metrics"].items():
+        table.add_row(method, _figure(figures["top1"]), _figure(figures["f1"]))
+    about = f"{document['n']} samples of split {document['split']}, {len(document['classes'])} space groups"
+    return Group(table, Text(""), Text(f"{about}, {document['ms_per_sample']:.3g} ms a sample", style="dim"))
 
 
 def _scores(metrics: Row) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 # their verbs stand before this one in the help: first data, then its views, then training
-from exitwave.workflows import verbs_data, verbs_train, verbs_views  # noqa: F401
+from exitwave.workflows import verbs_data, verbs_model, verbs_train, verbs_views  # noqa: F401
 from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
 
 

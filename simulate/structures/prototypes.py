@@ -47,7 +47,7 @@ PROTOTYPES: dict[str, _Prototype] = {
     "hexaboride": _Prototype(group=221, sites=(_O, (0.1995, 0.5, 0.5))),
     "L12": _Prototype(group=221, sites=(_O, (0.0, 0.5, 0.5))),
     "A15": _Prototype(group=223, sites=(_O, (0.25, 0.0, 0.5))),
-    "cuprite": _Prototype(group=224, sites=(_QUARTER, _O), setting=2),
+    "cuprite": _Prototype(group=224, sites=(_O, _QUARTER), setting=2),
     "heusler": _Prototype(group=225, sites=(_O, _HALF, _QUARTER)),
     "half-heusler": _Prototype(group=216, sites=(_O, _HALF, _QUARTER)),
     "laves": _Prototype(group=227, sites=(_EIGHTH, _HALF), setting=2),

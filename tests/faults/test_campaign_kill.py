@@ -108,7 +108,7 @@ def finish_and_check(tmp_path: Path, dataset: Path, kept: dict[str, int], cluste
     assert [p for p in dataset.rglob("*.part") if p.is_file()] == []
     status = campaign_status(dataset)
     assert status["samples"] == {"planned": 36, "committed": 36, "failed": 0, "rejected": 0}
-    assert status["shards"] == {"pending": 0, "running": 0, "committed": 36, "failed": 0}
+    assert status["shards"] == {"pending": 0, "running": 0, "committed": 36, "failed": 0, "rejected": 0}
     assert campaign_failures(dataset) == []
 
 

@@ -203,3 +203,33 @@ def test_what_would_move_a_committed_shard_to_another_split_does_not_only_add(tm
     run(plan(**QUICK, split={"by": "structure"}), dataset)
     with pytest.raises(UsageError, match=r"split.*would change their split: 2 from train to test"):
         run(plan(**QUICK, split={"by": "structure", "test": 1}), dataset)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"simulator": "fast"}, r"simulator: \"weak-phase\" -> \"fast\".*made in another way \(simulator\)"),
+        ({"storage": {"compression": "bitshuffle-lz4"}}, r"storage.compression: .*made in another way \(storage\)"),
+    ],
+)
+def test_equal_samples_made_in_another_way_are_not_mixed(tmp_path: Path, changes: Any, words: str) -> None:
+    """Which sample it is does not tell what simulated it: the same uids, and more of them, by another simulator."""
+    dataset = tmp_path / "d"
+    run(plan(**QUICK), dataset)
+    for more in ({}, {"samples_per_structure": 6}):
+        before = {path: path.read_bytes() for path in dataset.rglob("*") if path.is_file() and path.name != "lease"}
+        with pytest.raises(UsageError, match=words):
+            run(plan(**(QUICK | changes), **more), dataset)
+        assert before == {p: p.read_bytes() for p in dataset.rglob("*") if p.is_file() and p.name != "lease"}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_nothing_is_added_where_nobody_knows_how_the_rest_was_made(tmp_path: Path, content: bytes | None) -> None:
+    dataset = tmp_path / "d"
+    run(plan(**QUICK), dataset)
+    (dataset / "campaign.yaml").unlink()
+    if content is not None:
+        (dataset / "campaign.yaml").write_bytes(content)
+    with pytest.raises(UsageError, match=r"campaign.yaml cannot be read.*nobody knows"):
+        run(plan(**QUICK, samples_per_structure=6), dataset)
+    assert run(plan(**QUICK), dataset).committed == 6  # this very campaign needs no more than the hash

@@ -118,6 +118,7 @@ def make_dataset(
     scan: int = 8,
     label: int = 32,
     step_A: float = 0.6,
+    classes: int = 1,
     label_name: str = "potential",
     spoil: Callable[[dict[str, Any]], None] = lambda sample: None,
 ) -> Path:
@@ -131,6 +132,8 @@ def make_dataset(
     with ManifestWriter(root, epoch=1) as manifest:
         for material, split in enumerate(splits):
             made = [sample(material, index, scan=scan, label=label, step_A=step_A) for index in range(per_material)]
+            for one in made if classes > 1 else ():
+                one["params"]["space_group"] = 200 + material % classes
             with ShardWriter(
                 root,
                 shard_id=f"{material:016x}",

@@ -157,10 +157,19 @@ def test_a_script_that_changed_is_not_mixed_into_the_data_set(tmp_path: Path) ->
     worker = plan(tmp_path, GOOD + "# again\n")
     with pytest.raises(UsageError, match=r"simulator.sha256: \"\w+.* -> "):
         run_campaign(worker, tmp_path / "data", make_cluster("inline"))
+    more = plan(tmp_path, GOOD + "# again\n", samples=12)
+    with pytest.raises(UsageError, match=r"simulator.sha256: \"\w+.* -> .*made in another way \(simulator\)"):
+        run_campaign(more, tmp_path / "data", make_cluster("inline"))
     (tmp_path / "sim.py").write_text(GOOD + "# changed while it runs\n")
     with pytest.raises(UsageError, match="is not what the campaign was planned with"):
         next(iter(worker_task(tmp_path, worker)))
     assert "it has changed" in refusal(tmp_path, GOOD + "# other\n", simulator={"sha256": made.recipe.ref.sha256})
+
+
+def test_samples_are_added_by_the_same_script(tmp_path: Path) -> None:
+    run_campaign(plan(tmp_path, GOOD), tmp_path / "data", make_cluster("inline"))
+    result = run_campaign(plan(tmp_path, GOOD, samples=10), tmp_path / "data", make_cluster("inline"))
+    assert (result.committed, result.samples, len(open_dataset(tmp_path / "data"))) == (5, 10, 10)
 
 
 def worker_task(folder: Path, made: ParametricPlan) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +23,14 @@ __all__ = ["join_allocation"]
 
 
 @contextlib.contextmanager
-def join_allocation(folder: Path, *, memory_per_worker: int, interface: str | None, tls: bool) -> Iterator[str]:
+def join_allocation(
+    folder: Path, *, run: str, memory_per_worker: int, interface: str | None, tls: bool
+) -> Iterator[str]:
     """The address of the scheduler, for the one task that is the controller; for all others this never returns.
 
-    At the end, also that by an error, the scheduler ends, and with it the workers. Raises UsageError outside an
-    allocation or where dask-jobqueue is missing.
+    `run` names this run of the job: those of one srun agree on it, and no other has the same. At the end, also that by
+    an error, the scheduler ends, and with it the workers. Raises UsageError outside an allocation or where
+    dask-jobqueue is missing.
     """
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -45,7 +47,7 @@ def join_allocation(folder: Path, *, memory_per_worker: int, interface: str | No
     workers |= {"dashboard": False}
     try:
         runner = SLURMRunner(
-            scheduler_file=str(folder / f"scheduler-{{job_id}}-{_run()}.json"),
+            scheduler_file=str(folder / f"scheduler-{{job_id}}-{run}.json"),
             scheduler_options={"dashboard_address": "127.0.0.1:0", **where},
             worker_class="distributed.Nanny",
             worker_options=workers,
@@ -71,8 +73,3 @@ def _end(address: str, secured: object) -> None:
     """Tell the scheduler to end, and with it the workers; else they would fill the allocation until its walltime."""
     with contextlib.suppress(OSError, TimeoutError):
         Client(address, timeout=10, security=secured).shutdown()
-
-
-def _run() -> str:
-    """Step and restart of the job: those of one srun agree on it, and no other has the same."""
-    return f"{os.environ.get('SLURM_STEP_ID', '0')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"

@@ -47,7 +47,7 @@ def some_crystal(x: float = 9.0, y: float = 12.0, z: float = 4.0, slices: int = 
 
 
 def spec_of(structure: StructureSpec, *, sampling: dict[str, Any], **changes: Any) -> SampleSpec:
-    defaults: dict[str, Any] = {"grid": {"sampling_A": 0.25}, "scan": {"shape": [2, 2], "step_A": 0.9}}
+    defaults: dict[str, Any] = {"grid": {"sampling_A": 0.2}, "scan": {"shape": [2, 2], "step_A": 0.9}}
     return draw_sample(structure, recipe(sampling=sampling, **(defaults | changes)), 0, "train")
 
 

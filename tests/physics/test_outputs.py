@@ -57,7 +57,7 @@ def test_slabs_share_slices_out() -> None:
 def test_slabs_add_up_and_hold_their_own_atoms(name: str) -> None:
     """The gold atom lies in the first slice of each period, gallium in the second: each in its own slab."""
     common: dict[str, Any] = {
-        "grid": {"sampling_A": 0.25},
+        "grid": {"sampling_A": 0.2},
         "scan": {"shape": [8, 8], "step_A": 1.5},
         "label": {"shape": [16, 16]},
     }
@@ -157,7 +157,9 @@ def test_images_without_patterns() -> None:
 @pytest.mark.parametrize("angle", [90.0, 37.0, -120.0])
 def test_turning_a_single_atom_changes_nothing_but_its_cell(name: str, angle: float) -> None:
     """An atom has no orientation: with the probe at the same place of the microscope's axes, the same pattern."""
-    optics = {"C12_A": 40.0, "phi12_deg": 20.0, "C21_A": 500.0, "phi21_deg": 70.0, "tilt_x_mrad": 5, "tilt_y_mrad": -2}
+    optics = {"C12_A": 40.0, "phi12_deg": 20.0, "C21_A": 500.0, "phi21_deg": 70.0}
+    if name != "weak-phase":  # which knows no tilt
+        optics |= {"tilt_x_mrad": 5, "tilt_y_mrad": -2}
     atom, away = np.array([16.0, 16.0]), np.array([0.4, -0.7])  # (y, x)
     found = []
     for turn in (0.0, angle):
@@ -197,7 +199,7 @@ def test_turning_the_crystal_by_90_degrees_turns_the_pattern() -> None:
 
 
 def test_displacements_by_element() -> None:
-    common: dict[str, Any] = {"grid": {"sampling_A": 0.25}, "sampling": {"thickness_A": 8}}
+    common: dict[str, Any] = {"grid": {"sampling_A": 0.2}, "sampling": {"thickness_A": 8}}
     each = {symbol: 0.1 for symbol in ("Au", "Si", "O", "Ga")}
     one = sample(four_atoms(), phonons={"count": 1, "rms_A": 0.1}, **common)
     same = sample(four_atoms(), phonons={"count": 1, "rms_A": each}, **common)

@@ -21,6 +21,8 @@ from exitwave.simulate.worker_guard import Limits
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers import the functions below by the name of this module
 
+DEEDS = [("task", signal.SIGKILL), ("worker", signal.SIGTERM), ("worker", signal.SIGKILL), ("nanny", signal.SIGKILL)]
+
 
 def sit(marker: str, dataset: str) -> dict[str, Any]:
     part = Path(dataset, f"{marker}.part")
@@ -44,30 +46,27 @@ def test_whatever_is_killed_is_no_crash_of_the_task(others: DaskProcesses, tmp_p
     cluster = make_cluster(others.address)
     cluster.start("weak-phase")
     try:
-        for who in ("task", "worker", "nanny"):
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                marker = tmp_path / f"{who}-{number.name}"
-                cluster.submit(marker.name, run_guarded_call, sit, str(marker), str(tmp_path), Limits())
-                until, found = time.monotonic() + 90, []
-                while not marker.exists() and not found and time.monotonic() < until:
-                    found = cluster.wait(0.1)
-                assert marker.exists(), found
-                task = psutil.Process(int(marker.read_text()))
-                worker = task.parent()
-                assert worker is not None
-                chosen = {"task": task, "worker": worker, "nanny": worker.parent()}[who]
-                chosen.send_signal(number)
-                until = time.monotonic() + 60
-                while not found and time.monotonic() < until:
-                    found = cluster.wait(0.1)
-                assert found, marker.name
-                (outcome,) = found
-                print(outcome)
-                told = outcome.result["failed"] if outcome.kind == "ok" else {"state": outcome.kind}
-                assert told["state"] in ("killed", "lost"), outcome
-                if outcome.kind == "ok":
-                    assert not is_own(told["state"], told["signal"]), outcome
-                if who == "nanny":
-                    others.start_worker()
+        for who, number in DEEDS:
+            marker = tmp_path / f"{who}-{number.name}"
+            cluster.submit(marker.name, run_guarded_call, sit, str(marker), str(tmp_path), Limits())
+            until, found = time.monotonic() + 90, []
+            while not marker.exists() and not found and time.monotonic() < until:
+                found = cluster.wait(0.1)
+            assert marker.exists(), found
+            task = psutil.Process(int(marker.read_text()))
+            worker = task.parent()
+            assert worker is not None
+            chosen = {"task": task, "worker": worker, "nanny": worker.parent()}[who]
+            chosen.send_signal(number)
+            until = time.monotonic() + 60
+            while not found and time.monotonic() < until:
+                found = cluster.wait(0.1)
+            assert found, marker.name
+            (outcome,) = found
+            print(outcome)
+            told = outcome.result["failed"] if outcome.kind == "ok" else {"state": outcome.kind}
+            assert told["state"] in ("killed", "lost"), outcome
+            if outcome.kind == "ok":
+                assert not is_own(told["state"], told["signal"]), outcome
     finally:
         cluster.close()

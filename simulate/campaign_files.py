@@ -7,18 +7,21 @@ A folder that holds something else, and a data set of another campaign, are refu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import time
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.events import EventLog
+from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.files import disk_full_means_interrupted, sweep_parts, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, create_dataset, load_manifest
 from exitwave.ingest.records import Header
+from exitwave.simulate.bundle import fallen_apart
 from exitwave.simulate.campaign_extend import extended
 from exitwave.simulate.commands import COMMANDS_NAME
 from exitwave.simulate.live import STATUS_NAME
@@ -38,6 +41,8 @@ __all__ = [
     "plan_rows",
     "size",
     "take_back",
+    "with_parts",
+    "write_plan",
 ]
 
 CAMPAIGN_NAME = "campaign.yaml"
@@ -99,6 +104,11 @@ def lay_out(plan: CampaignPlan, dataset: Path) -> None:
     elif _extends(plan, dataset):
         EventLog(dataset / EVENTS_NAME).emit("campaign_extended", shards=len(plan.tasks), samples=plan.n_samples)
         write_atomic(dataset / CAMPAIGN_NAME, _resolved(plan))
+    write_plan(plan, dataset)
+
+
+def write_plan(plan: CampaignPlan, dataset: Path) -> None:
+    """`plan.json`: every task, and what was rejected."""
     content = {
         "name": plan.name,
         "campaign_hash": plan.campaign_hash,
@@ -161,6 +171,7 @@ def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
     """
     if not (dataset / MANIFEST_NAME).exists():
         return plan
+    plan = _apart(plan, dataset)
     manifest = load_manifest(dataset)
     found, planned = manifest.header.campaign_hash, {task.shard_id for task in plan.tasks}
     if found == plan.campaign_hash and all(shard.shard_id in planned for shard in manifest.shards):
@@ -178,6 +189,30 @@ def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
         f"{dataset} holds another campaign ({found[:12]}, this one is {plan.campaign_hash[:12]}): {told}. It does not "
         f"only add to that: {why}. Choose another folder, or give back the old configuration."
     )
+
+
+def _apart(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
+    """With the parts of the tasks that have fallen apart in earlier runs."""
+    if not any(hasattr(task, "parts") for task in plan.tasks):
+        return plan
+    split: set[str] = set()
+    for event in read_events(dataset / EVENTS_NAME):
+        if event["kind"] == "task_split":
+            split.add(str(event.get("task")))
+        elif event["kind"] == "campaign_extended":
+            split.clear()
+    committed = {shard.shard_id for shard in load_manifest(dataset).shards}
+    for task in plan.tasks:
+        if any(part.shard_id in committed for part in getattr(task, "parts", ())):
+            split.add(task.task_id)
+    return with_parts(plan, split)
+
+
+def with_parts(plan: CampaignPlan, split: Collection[str]) -> CampaignPlan:
+    """The plan with the parts of the tasks `split` in their places."""
+    whole: Any = plan
+    made: CampaignPlan = dataclasses.replace(whole, tasks=fallen_apart(plan.tasks, split))
+    return made
 
 
 def differences(there: Any, here: Any, key: str = "") -> list[str]:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.records import PublishedShard
 from exitwave.simulate.attempts import CLASSES, Failure, History, Patience, overdue_s, replay_histories
-from exitwave.simulate.campaign_files import EVENTS_NAME, plan_rows, size
+from exitwave.simulate.campaign_files import EVENTS_NAME, plan_rows, size, with_parts, write_plan
 from exitwave.simulate.campaign_resume import take_out_lost
 from exitwave.simulate.cluster import Cluster, Outcome
 from exitwave.simulate.commands import Command, read_commands
@@ -76,7 +76,7 @@ class CampaignLoop:
         events = read_events(dataset / EVENTS_NAME)
         histories = replay_histories(events)
         self.index = StateIndex(dataset, plan.campaign_hash, replay(plan_rows(plan), committed, events, alive=False))
-        log.listeners.append(self.index.feed)
+        log.listeners.append(lambda event: self.index.feed(event))
         self.attempts = sum(h.attempts for h in histories.values())
         left = [t for t in plan.tasks if t.shard_id not in committed]
         self.histories = {t.task_id: histories[t.task_id] for t in left if t.task_id in histories}
@@ -85,6 +85,7 @@ class CampaignLoop:
         self.running: dict[str, CampaignTask] = {}
         self.heard = self.looked = 0.0
         self.silences = self.workers = 0
+        self.changed = False  # the plan: a task fell apart
         self.limits = Limits(seconds=self._task_seconds(), memory_bytes=patience.task_memory_bytes)
 
     def _history(self, task: CampaignTask) -> History:
@@ -119,6 +120,9 @@ class CampaignLoop:
                 self.log.emit("campaign_interrupted", why=str(error), committed=len(self.done))
             raise
         finally:
+            if self.changed:
+                with contextlib.suppress(OSError, InterruptedRunError):
+                    self._write_down()
             self.index.close()
             self.cluster.close()
 
@@ -170,6 +174,8 @@ class CampaignLoop:
                     self.workers = self.cluster.n_workers
                     self.log.emit("workers_changed", workers=self.workers)
                 self.index.flush()
+                if self.changed:
+                    self._write_down()
             outcomes = self.cluster.wait(0.25)
             if outcomes:
                 self.heard, self.silences = time.monotonic(), 0
@@ -264,6 +270,8 @@ class CampaignLoop:
 
     def _fail(self, task: CampaignTask, failure: Failure) -> None:
         history = self._history(task).after(failure)
+        parts = getattr(task, "parts", ())
+        apart = bool(parts) and (failure.certain or history.failed is not None)
         self.histories[task.task_id] = history
         self.log.emit(
             "task_failed",
@@ -276,9 +284,29 @@ class CampaignLoop:
             certain=failure.certain,
             structures=list(task.sources),
             samples=len(task.sample_indices),
-            final=history.failed is not None,
+            final=history.failed is not None and not apart,
         )
+        if apart:
+            self._fall_apart(task, parts)
+            return
         (self.todo if history.failed is None else self.failed).append(task)
+
+    def _fall_apart(self, task: CampaignTask, parts: Sequence[CampaignTask]) -> None:
+        """Of several structures, only the one to blame is to fail."""
+        self.log.emit("task_split", task=task.task_id, into=len(parts), samples=len(task.sample_indices))
+        self.histories.pop(task.task_id, None)
+        self.plan = with_parts(self.plan, {task.task_id})
+        self.todo.extend(parts)
+        self.changed = True
+
+    def _write_down(self) -> None:
+        """The plan as it is now, and the index of its tasks."""
+        self.changed = False
+        write_plan(self.plan, self.dataset)
+        self.index.close()
+        committed = {task.shard_id for task in self.done}
+        states = replay(plan_rows(self.plan), committed, read_events(self.dataset / EVENTS_NAME), alive=True)
+        self.index = StateIndex(self.dataset, self.plan.campaign_hash, states)
 
     def _drop(self, task: CampaignTask, why: str) -> None:
         """Taken back from the cluster; nothing counts against it."""

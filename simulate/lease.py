@@ -26,7 +26,7 @@ from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageErro
 from exitwave.ingest.files import FileLock, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 
-__all__ = ["Lease", "lease_holder"]
+__all__ = ["Lease", "lease_holder", "told_epoch"]
 
 LEASE_NAME = "lease"
 _LOCK_NAME = ".lease.lock"
@@ -53,7 +53,7 @@ class Lease:
             raise _refused(self.root)
         try:
             _watch(self.root)
-            self.epoch = max(_told_epoch(self.root), _manifest_epoch(self.root)) + 1
+            self.epoch = max(told_epoch(self.root), _manifest_epoch(self.root)) + 1
             self._content = {
                 "epoch": self.epoch,
                 "host": socket.gethostname(),
@@ -75,7 +75,7 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._given_back.wait(_BEAT_S):
-            if _told_epoch(self.root) > self.epoch:
+            if told_epoch(self.root) > self.epoch:
                 return  # taken over; the manifest will say so
             self._content["beat"] += 1
             with contextlib.suppress(OSError, ExitwaveError):  # a full disk
@@ -87,7 +87,7 @@ class Lease:
         self._given_back.set()
         if self._beating is not None:
             self._beating.join(timeout=10)
-        if _told_epoch(self.root) == self.epoch:
+        if told_epoch(self.root) == self.epoch:
             self._content["given_back"] = True
             with contextlib.suppress(OSError, ExitwaveError):
                 self._write()
@@ -95,7 +95,7 @@ class Lease:
 
     def check(self) -> None:
         """InterruptedRunError where a later controller has taken the lease over: nothing may be committed then."""
-        if (told := _told_epoch(self.root)) > self.epoch:
+        if (told := told_epoch(self.root)) > self.epoch:
             raise InterruptedRunError(
                 f"{self.root}: another controller took over while this one (epoch {self.epoch}) was not heard of: "
                 f"epoch {told}, host {_read(self.root).get('host', 'unknown')}. This one stops; nothing is lost."
@@ -142,7 +142,8 @@ def _read(root: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _told_epoch(root: Path) -> int:
+def told_epoch(root: Path) -> int:
+    """The epoch of the last controller that had the lease; 0 where none ever had, or its file is lost."""
     epoch = _read(root).get("epoch")
     return epoch if isinstance(epoch, int) else 0
 

@@ -5,6 +5,9 @@
 
 A thread of its own does it, so that neither a slow disk nor a scheduler that hangs holds up the campaign. It is a
 picture and no more: whatever goes wrong here is left out, and the campaign goes on. The truth is in the manifest.
+
+A snapshot carries the epoch of its controller's lease. A controller that slept while another took over shows nothing
+more; what it had been about to write when it fell asleep, no reader believes.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from exitwave.ingest.files import part_path
 from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.simulate.counters import SNAPSHOT_VERSION, Counters
+from exitwave.simulate.lease import told_epoch
 
 if TYPE_CHECKING:
     from exitwave.simulate.pictures import Picture
@@ -74,12 +78,12 @@ class LiveStatus:
         }
 
     def show(self) -> None:
-        """Write and publish the present snapshot; nothing before a campaign began."""
+        """Write and publish the present snapshot; nothing before a campaign began, or after another took over."""
         shown = self.snapshot()
-        if shown["activity"] == "not started":
+        if shown["activity"] == "not started" or told_epoch(self._dataset) > self._epoch:
             return
         with contextlib.suppress(OSError):
-            _replace(self._dataset / STATUS_NAME, json.dumps(shown, ensure_ascii=False, separators=(",", ":")))
+            _replace(self._dataset / STATUS_NAME, _text(shown))
         if self._publish is not None:
             self._look_at_newest(shown["newest"])
             with contextlib.suppress(Exception):  # a cluster that is gone shows nothing
@@ -106,7 +110,15 @@ class LiveStatus:
             if woken:
                 self._shown.set()
 
+    def _take_over(self) -> None:
+        """What the controller before this one showed at its end stays true until this one has something to show."""
+        shown = _ended_snapshot(self._dataset, self._epoch - 1)
+        if shown is not None:
+            with contextlib.suppress(OSError):
+                _replace(self._dataset / STATUS_NAME, _text({**shown, "epoch": self._epoch}))
+
     def __enter__(self) -> LiveStatus:
+        self._take_over()
         self._thread.start()
         return self
 
@@ -123,19 +135,40 @@ def read_live(dataset: Path, holder: Mapping[str, Any] | None) -> dict[str, Any]
     """The last snapshot of a data set, where it still is what reading everything would give; else None.
 
     `holder`: who has the lease now. While a controller is at work its snapshot counts as long as it comes; afterwards
-    it counts where the run ended in order and the manifest has not changed since.
+    that of the last one counts, where its run ended in order and the manifest has not changed since.
     """
+    if holder is None:
+        return _ended_snapshot(dataset, told_epoch(dataset))
+    shown = _read(dataset)
+    try:
+        if shown is None or shown["epoch"] != holder.get("epoch") or shown["activity"] != "running":
+            return None
+        return shown if time.time() - shown["updated"] < _STALE_S else None
+    except (KeyError, TypeError):
+        return None
+
+
+def _ended_snapshot(dataset: Path, epoch: int) -> dict[str, Any] | None:
+    """The snapshot with which a controller ended in order, where no later one than `epoch` had the lease."""
+    shown = _read(dataset)
+    try:
+        if shown is None or shown["epoch"] < epoch or shown["activity"] not in ("finished", "interrupted"):
+            return None
+        return shown if shown["manifest_bytes"] == _size(dataset / MANIFEST_NAME) else None
+    except (KeyError, TypeError):
+        return None
+
+
+def _read(dataset: Path) -> dict[str, Any] | None:
     try:
         shown = json.loads((dataset / STATUS_NAME).read_text())
-        if shown["version"] != SNAPSHOT_VERSION:
-            return None
-        if holder is not None:
-            alive = shown["epoch"] == holder.get("epoch") and time.time() - shown["updated"] < _STALE_S
-            return dict(shown) if alive and shown["activity"] == "running" else None
-        ended = shown["activity"] in ("finished", "interrupted")
-        return dict(shown) if ended and shown["manifest_bytes"] == _size(dataset / MANIFEST_NAME) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
+    return shown if isinstance(shown, dict) and shown.get("version") == SNAPSHOT_VERSION else None
+
+
+def _text(shown: Mapping[str, Any]) -> str:
+    return json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.schema import PARAMS_DTYPE, SHARD_VERSION, FieldSpec
 from exitwave.simulate.advice import advice
+from exitwave.simulate.bundle import Task, bundled
 from exitwave.simulate.cost import Calibration, estimate_seconds, sample_bytes, worker_memory_bytes
 from exitwave.simulate.fitness import unfit
 from exitwave.simulate.simulator import resolve_simulator
@@ -51,7 +52,7 @@ class Plan:
     structures: tuple[StructureSpec, ...]
     rejected: tuple[Rejected, ...]
     rejected_samples: int
-    tasks: tuple[TaskSpec, ...]
+    tasks: tuple[Task, ...]
     warnings: tuple[str, ...]
     core_seconds: float
     bytes: int
@@ -344,6 +345,9 @@ def _with_tasks(
             )
     if not tasks:
         raise UsageError(f"sampling: no sample remains: {_reasons(rejected)}")
+    shards: tuple[Task, ...] = tuple(tasks)
+    if spec.structures_per_shard > 1:
+        shards = bundled(tasks, structures=spec.structures_per_shard, samples=spec.samples_per_shard)
     return Plan(
         spec=spec,
         campaign_hash=campaign_hash,
@@ -351,11 +355,11 @@ def _with_tasks(
         structures=tuple(used),
         rejected=tuple(rejected),
         rejected_samples=lost,
-        tasks=tuple(tasks),
+        tasks=shards,
         warnings=tuple(advice(spec, used)),
         core_seconds=seconds,
         bytes=sum(len(t.sample_indices) for t in tasks) * (sample_bytes(fields) + PARAMS_DTYPE.itemsize + 12)
-        + 64_000 * len(tasks),
+        + 64_000 * len(shards),
         memory_per_worker_bytes=memory,
     )
 
@@ -398,12 +402,16 @@ def _refuse_twins(seen: dict[int, tuple[StructureSpec, int]], sample: SampleSpec
     )
 
 
+def _if_several(structures: int) -> list[int]:
+    return [structures] if structures > 1 else []
+
+
 def _campaign_hash(spec: CampaignSpec, structures: list[StructureSpec], splits: list[str], simulator: str) -> str:
     """sha256 of what is asked for and of the content of the structures; names of files and the title take no part."""
     content = {
         "version": SHARD_VERSION,
         "recipe": spec.recipe().model_dump(mode="json"),
-        "samples": [spec.samples_per_structure, spec.samples_per_shard],
+        "samples": [spec.samples_per_structure, spec.samples_per_shard, *_if_several(spec.structures_per_shard)],
         "simulator": simulator,
         "structures": [[s.key, list(s.zone_axis), split] for s, split in zip(structures, splits, strict=True)],
     }

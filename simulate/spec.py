@@ -490,7 +490,8 @@ class CostSpec(StrictModel):
 class CampaignSpec(Recipe):
     """A whole campaign: a recipe, the structures it is applied to, how many samples of each, and the splits.
 
-    `samples_per_structure` and `samples_per_shard` count samples, whole passes of `fan_out` each.
+    `samples_per_structure` and `samples_per_shard` count samples, whole passes of `fan_out` each. Where a shard of one
+    structure would be too small, up to `structures_per_shard` share one, within `samples_per_shard`.
     """
 
     name: str = Field(min_length=1, max_length=200)
@@ -498,6 +499,7 @@ class CampaignSpec(Recipe):
     split: SplitSpec = SplitSpec()
     samples_per_structure: int = Field(default=16, ge=1, le=MAX_SAMPLES)
     samples_per_shard: int = Field(default=16, ge=1, le=100_000)
+    structures_per_shard: int = Field(default=1, ge=1, le=100_000)
     simulator: Literal["auto", "fast", "smatrix", "bloch", "abtem", "weak-phase"] = "auto"
     cost: CostSpec | None = None
 

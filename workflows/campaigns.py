@@ -71,6 +71,10 @@ class Planned:
     def workers(self) -> int | None:
         return self.section.workers
 
+    def workers_on(self, cluster: str, asked: int | None) -> int | None:
+        """What was asked for; the file's number only on the kind of cluster that it was written for."""
+        return asked or (self.workers if cluster == self.cluster else None)
+
 
 def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session | None = None) -> Planned:
     """Read a campaign (or a pipeline's `campaign:` section) and plan it. UsageError names file, line and key.
@@ -282,7 +286,7 @@ def simulate_campaign(
             planned,
             out,
             cluster=cluster or planned.cluster,
-            workers=workers or planned.workers,
+            workers=planned.workers_on(cluster or planned.cluster, workers),
             feed=feed,
             patience=patience,
         )

@@ -92,7 +92,9 @@ def run_pipeline(
             session.note(f"Going on with {out}: what is done already is not done again.")
         with session.progress() as feed:
             line = _Line(session=session, log=log, feed=feed, out=out, spec=spec, planned=planned)
-            failed = line.simulate(cluster or spec.cluster.kind, workers or spec.cluster.workers)
+            failed = line.simulate(
+                cluster or spec.cluster.kind, planned.workers_on(cluster or spec.cluster.kind, workers)
+            )
             line.stage()
             line.train(ranks or spec.ranks)
             metrics = line.evaluate()

@@ -46,12 +46,13 @@ def choose_samples(plan: Plan, most: int = MOST_SAMPLES) -> list[SampleSpec]:
     cheapest: dict[int, tuple[float, SampleSpec]] = {}
     wanted = {s.index for s in _spread(list(plan.structures), most)}
     for task in plan.tasks:
-        if task.structure.index not in wanted:
-            continue
         for sample in task.samples():
+            index = sample.structure.index
+            if index not in wanted:
+                continue
             cost = estimate_seconds(sample, plan.simulator)
-            if task.structure.index not in cheapest or cost < cheapest[task.structure.index][0]:
-                cheapest[task.structure.index] = (cost, sample)
+            if index not in cheapest or cost < cheapest[index][0]:
+                cheapest[index] = (cost, sample)
     return [sample for _, sample in sorted(cheapest.values(), key=lambda pair: pair[0])]
 
 

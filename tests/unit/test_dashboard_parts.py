@@ -71,6 +71,47 @@ def test_a_snapshot_on_disk_counts_only_while_it_is_true(tmp_path: Path) -> None
     assert not list(tmp_path.glob(".*.part"))
 
 
+def test_a_controller_that_was_taken_over_shows_nothing_more(tmp_path: Path) -> None:
+    (tmp_path / "manifest.jsonl").write_text("header\n")
+    published: list[Any] = []
+
+    def lease(epoch: int) -> None:
+        (tmp_path / "lease").write_text(json.dumps({"epoch": epoch}))
+
+    lease(1)
+    sleeper = LiveStatus(tmp_path, epoch=1, publish=published.append)
+    sleeper.feed({"t": 1.0, "kind": "campaign_started", "samples": 8, "shards": 2, "workers": 1})
+    sleeper.show()
+    half_written = (tmp_path / STATUS_NAME).read_text()
+    lease(2)
+    with LiveStatus(tmp_path, epoch=2, every_s=0.02) as live:
+        live.feed({"t": 2.0, "kind": "campaign_started", "samples": 8, "shards": 3, "workers": 1})
+        live.feed({"t": 3.0, "kind": "campaign_finished"})
+    sleeper.feed({"t": 4.0, "kind": "campaign_interrupted", "why": "another controller took over"})
+    sleeper.show()
+    shown = read_live(tmp_path, None)
+    assert shown is not None and (shown["epoch"], shown["activity"]) == (2, "finished") and len(published) == 1
+    # It was asleep between its look at the lease and its writing:
+    stale = {**json.loads(half_written), "activity": "interrupted"}
+    (tmp_path / STATUS_NAME).write_text(json.dumps(stale))
+    assert read_live(tmp_path, None) is None and read_live(tmp_path, {"epoch": 2}) is None
+    lease(3)
+    with LiveStatus(tmp_path, epoch=3):
+        assert read_live(tmp_path, None) is None
+
+
+def test_a_controller_with_nothing_to_do_leaves_the_last_snapshot_true(tmp_path: Path) -> None:
+    (tmp_path / "manifest.jsonl").write_text("header\n")
+    for epoch in (1, 2, 3):
+        (tmp_path / "lease").write_text(json.dumps({"epoch": epoch}))
+        with LiveStatus(tmp_path, epoch=epoch, every_s=0.02) as live:
+            if epoch == 1:
+                live.feed({"t": 1.0, "kind": "campaign_started", "samples": 8, "shards": 2, "workers": 1})
+                live.feed({"t": 2.0, "kind": "campaign_finished"})
+        shown = read_live(tmp_path, None)
+        assert shown is not None and (shown["epoch"], shown["activity"]) == (epoch, "finished")
+
+
 def test_a_cluster_that_is_gone_does_not_matter(tmp_path: Path) -> None:
     def broken(shown: Any) -> None:
         raise OSError("gone")

@@ -5,33 +5,46 @@
 Each round simulates the same samples twice, in turn: bare (a loop over the simulator, nothing kept) and as a campaign
 on the inline cluster, which pickles every task and result. One core, one process, so that both do the same work. Also
 measured: one epoch of the shards through `ShardDataset` against bare sequential reads of the same files.
+
+`--workers-only` measures what a second worker brings instead: two bare processes of the simulation against one, and two
+workers of a campaign (Dask, guarded processes, shards, manifest) against one, in turn. All samples are of one
+structure, so that any part of them costs the same. A worker's rate is that between its first shard and its last: what
+it imports and compiles is in neither. Two processes share caches and memory, so that twice is not reached by either;
+the campaign should gain at least 0.95 of what the bare processes gain. Also shown is what a worker spends outside the
+simulator, in its task (`shard_s`: HDF5, checksums, fsync) and between two tasks (`between_s`: pickling, the guarded
+process, the scheduler, the controller), both in seconds for each shard.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from exitwave.ingest import GlobalSampler, ShardDataset
+from exitwave.ingest import GlobalSampler, ShardDataset, open_dataset
 from exitwave.simulate import CampaignSpec, make_cluster, make_plan, run_campaign
 from exitwave.simulate.simulator import get_simulator
+from exitwave.simulate.threads import limit_threads
+
+LIBRARY = ("Si", "Au", "GaAs")
 
 
-def campaign(samples: int) -> CampaignSpec:
+def campaign(samples: int, *, per_shard: int | None = None, library: Sequence[str] = LIBRARY) -> CampaignSpec:
     return CampaignSpec.model_validate(
         {
             "name": "overhead",
-            "structures": [{"library": ["Si", "Au", "GaAs"]}],
+            "structures": [{"library": list(library)}],
             "samples_per_structure": samples,
-            "samples_per_shard": samples,
+            "samples_per_shard": per_shard or samples,
             "cell": {"min_extent_A": 26},
             "sampling": {"energy_keV": {"choice": [100, 200]}, "thickness_A": {"uniform": [20, 60]}},
             "grid": {"sampling_A": 0.25, "max_gpts": 128},
@@ -54,6 +67,71 @@ def as_campaign(spec: CampaignSpec, folder: Path) -> float:
     plan = make_plan(spec, base_dir=Path())
     run_campaign(plan, folder, make_cluster("inline", workers=1))
     return time.perf_counter() - began
+
+
+def _bare_process(samples: int, start: Any, told: Any) -> None:
+    limit_threads()  # as a worker does
+    plan = make_plan(campaign(3 * samples, library=LIBRARY[1:2]), base_dir=Path())
+    list(get_simulator(plan.simulator).simulate(list(plan.tasks[0].samples())[: _per_shard(samples)]))
+    start.wait()
+    told.put(bare(plan))
+
+
+def bare_processes(samples: int, count: int) -> float:
+    """Samples per second of so many processes, each simulating all samples, begun at the same moment."""
+    context = multiprocessing.get_context("spawn")
+    start, told = context.Barrier(count), context.Queue()
+    started = [context.Process(target=_bare_process, args=(samples, start, told)) for _ in range(count)]
+    for process in started:
+        process.start()
+    seconds = [told.get(timeout=600) for _ in started]
+    for process in started:
+        process.join()
+    return sum(3 * samples / s for s in seconds)
+
+
+def _per_shard(samples: int) -> int:
+    return max(1, samples // 4)
+
+
+def campaign_workers(samples: int, folder: Path, count: int) -> dict[str, float]:
+    """Samples per second of a campaign with so many workers, and what each shard cost besides its simulation."""
+    ended: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["kind"] == "shard_committed":
+            ended[event["shard_id"]] = (time.perf_counter(), event)
+
+    plan = make_plan(campaign(3 * samples, per_shard=_per_shard(samples), library=LIBRARY[1:2]), base_dir=Path())
+    run_campaign(plan, folder, make_cluster("local", workers=count), listeners=[listen])
+    by_worker: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for shard in open_dataset(folder).manifest.shards:
+        by_worker.setdefault(shard.producer["pid"], []).append(ended[shard.shard_id])
+    rate, between, outside = 0.0, [], []
+    for shards in by_worker.values():
+        shards.sort(key=lambda each: each[0])
+        took = shards[-1][0] - shards[0][0]
+        rate += sum(event["n"] for _, event in shards[1:]) / took
+        between.append((took - sum(event["seconds"] for _, event in shards[1:])) / (len(shards) - 1))
+        outside += [event["seconds"] - event["simulated_s"] for _, event in shards[1:]]
+    return {"per_s": rate, "between_s": statistics.mean(between), "shard_s": statistics.mean(outside)}
+
+
+def second_worker(rounds: int, samples: int, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows and the target of what a second worker brings."""
+    rows = []
+    for round_ in range(rounds):
+        row: dict[str, Any] = {"round": round_}
+        for count in (1, 2):
+            row[f"bare_{count}_per_s"] = bare_processes(samples, count)
+            found = campaign_workers(samples, folder / f"{round_}-{count}", count)
+            row |= {f"campaign_{count}_{name}": value for name, value in found.items()}
+        row["bare_gain"] = row["bare_2_per_s"] / row["bare_1_per_s"]
+        row["campaign_gain"] = row["campaign_2_per_s"] / row["campaign_1_per_s"]
+        rows.append(row)
+    value = statistics.median(row["campaign_gain"] / row["bare_gain"] for row in rows)
+    name = "gain of a second worker / gain of a second bare process"
+    return rows, [{"name": name, "value": value, "target": 0.95, "holds": value >= 0.95}]
 
 
 def raw_read(folder: Path) -> float:
@@ -80,11 +158,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=12, help="of each of three structures")
+    parser.add_argument("--workers-only", action="store_true", help="what a second worker brings, and nothing else")
     arguments = parser.parse_args()
+    machine = {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
+    if arguments.workers_only:
+        with tempfile.TemporaryDirectory(prefix="exitwave-bench-") as name:
+            rows, targets = second_worker(arguments.rounds, arguments.samples, Path(name))
+        print(json.dumps({"bench": "campaign-workers", "machine": machine, "rows": rows, "targets": targets}, indent=1))
+        return
     spec = campaign(arguments.samples)
     plan = make_plan(spec, base_dir=Path())
     list(get_simulator(plan.simulator).simulate(list(plan.tasks[0].samples())[:1]))  # imports and compiles
-    rows: list[dict[str, Any]] = []
+    rows = []
     folder = Path(tempfile.mkdtemp(prefix="exitwave-bench-"))
     try:
         for round_ in range(arguments.rounds):
@@ -106,7 +191,6 @@ def main() -> None:
         },
         {"name": "shuffled epoch / raw sequential read", "value": reading, "target": 0.8, "holds": reading >= 0.8},
     ]
-    machine = {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
     print(json.dumps({"bench": "campaign", "machine": machine, "rows": rows, "targets": targets}, indent=1))
 
 

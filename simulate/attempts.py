@@ -9,8 +9,9 @@ Failures are counted by class, because each calls for another answer: an excepti
 time, a crash is sometimes not, and a worker that vanished (`certain` is false: nobody saw the task's own process fail)
 is nearly always an accident of the machine. So is a process that was ended by a signal that somebody sends (`is_own`):
 a program that crashes dies of others. Such accidents are counted apart, and six of them end a task too, since some
-tasks do bring their workers down. What a lost scheduler or a stopped controller cost is counted as an attempt, never as
-a failure.
+tasks do bring their workers down. What a lost scheduler or a stopped controller cost is counted as an attempt, not as a
+failure. But a task that was lost again and again, with its scheduler or its worker's job, may be why they go: that
+ends, too (`ALLOWED_LOSSES`).
 
 A *round* begins with a campaign's first start and ends when nothing is left to do. Counts and failed tasks persist
 through every interruption within a round, also through the death of the controller: they are replayed from the events.
@@ -45,6 +46,9 @@ ALLOWED_ACCIDENTS = 6
 # Of an operator, a batch system, the end of the worker, the kernel: no program dies of them by its own mistake.
 SENT = frozenset({"SIGHUP", "SIGINT", "SIGKILL", "SIGTERM"})
 ALLOWED_IN_ALL = 8
+# Times that a task was lost: one that ran then is far more likely the reason than one that waited.
+ALLOWED_LOSSES = 24
+_LOSS_RUNNING, _LOSS_WAITING = 4, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +66,12 @@ class Failure:
 @dataclass(frozen=True, kw_only=True)
 class History:
     """What is known of one task. `attempts` are those of all rounds, `counts` the failures of this round, by class
-    (`accident` for those that are not certain); `failed` is the failure after which it was given up."""
+    (`accident` for those that are not certain); `losses` what it was lost for, in points, in this round; `failed` is
+    the failure after which it was given up."""
 
     attempts: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
+    losses: int = 0
     failed: Failure | None = None
 
     def begun(self) -> History:
@@ -75,7 +81,16 @@ class History:
         """With one more failure; given up where that was the last one allowed."""
         key = failure.state if failure.certain else "accident"
         counts = {**self.counts, key: self.counts.get(key, 0) + 1}
-        return replace(self, counts=counts, failed=failure if is_final(counts) else None)
+        final = is_final(counts) or self.lost_too_often
+        return replace(self, counts=counts, failed=failure if final else None)
+
+    def lost(self, *, ran: bool) -> History:
+        """Lost once more; `ran`: a worker had it then. Whether that was too often is `lost_too_often`."""
+        return replace(self, losses=self.losses + (_LOSS_RUNNING if ran else _LOSS_WAITING))
+
+    @property
+    def lost_too_often(self) -> bool:
+        return self.losses >= ALLOWED_LOSSES
 
     def forgiven(self) -> History:
         return History(attempts=self.attempts)
@@ -136,7 +151,7 @@ def fold(histories: Mapping[str, History], event: Mapping[str, Any]) -> Iterator
     kind = event.get("kind")
     if kind == "campaign_finished":
         for task, history in list(histories.items()):
-            if history.counts or history.failed:
+            if history.counts or history.losses or history.failed:
                 yield task, history.forgiven()
         return
     if kind == "campaign_extended":  # numbers of tasks may mean others from now on
@@ -150,6 +165,8 @@ def fold(histories: Mapping[str, History], event: Mapping[str, Any]) -> Iterator
         yield task, history.begun()
     elif kind == "task_retried":
         yield task, history.forgiven()
+    elif kind == "task_dropped" and "ran" in event:
+        yield task, history.lost(ran=bool(event["ran"]))
     elif kind == "task_failed":
         failure = failure_of(event)
         # The log says what was decided, also where an older version decided otherwise.

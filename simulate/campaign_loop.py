@@ -236,7 +236,7 @@ class CampaignLoop:
         elif state in CLASSES:
             self._fail(task, Failure(state=state, why=why, host=host, seconds=seconds, certain=certain))
         else:
-            self._drop(task, why)
+            self._lose(task, why, seconds)
 
     def _commit(self, task: CampaignTask, receipt: Mapping[str, Any]) -> None:
         published = PublishedShard.from_json(receipt["published"])
@@ -312,6 +312,18 @@ class CampaignLoop:
         """Taken back from the cluster; nothing counts against it."""
         self.log.emit("task_dropped", task=task.task_id, why=why)
         self.todo.append(task)
+
+    def _lose(self, task: CampaignTask, why: str, seconds: float) -> None:
+        """Lost with its scheduler or its worker's job: done again, but not for ever. Those that waited are next, the
+        last of them first: where one takes the others along each time, it is now behind them."""
+        history = self._history(task).lost(ran=seconds > 0)
+        self.histories[task.task_id] = history
+        if history.lost_too_often:
+            told = f"lost again and again, in {history.attempts} attempts; it may be why: {why}"
+            self._fail(task, Failure(state="killed", why=told, seconds=seconds, certain=False))
+        else:
+            self.log.emit("task_dropped", task=task.task_id, why=why, ran=seconds > 0)
+            (self.todo.append if seconds > 0 else self.todo.appendleft)(task)
 
     # --- what others ask for, and what does not happen
 

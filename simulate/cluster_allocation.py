@@ -1,7 +1,8 @@
 """One allocation of Slurm holds all: `srun -n 34 exitwave simulate … --cluster slurm-allocation`.
 
 Every task of the step runs the same command line, and dask-jobqueue's SLURMRunner gives it its part: task 0 becomes the
-scheduler, task 1 goes on as the controller, all others become workers. They meet by a file in the shared folder.
+scheduler, task 1 goes on as the controller, all others become workers. They meet by a file in the shared folder, whose
+name says which run of the job this is: one that was killed before the job was queued again leaves a dead address.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+from distributed import Client, Status
+
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.cluster_local import scheduler_habits, scratch_folder
 from exitwave.simulate.cluster_tls import security
@@ -20,10 +23,13 @@ __all__ = ["join_allocation"]
 
 
 @contextlib.contextmanager
-def join_allocation(folder: Path, *, memory_per_worker: int, interface: str | None, tls: bool) -> Iterator[str]:
+def join_allocation(
+    folder: Path, *, run: str, memory_per_worker: int, interface: str | None, tls: bool
+) -> Iterator[str]:
     """The address of the scheduler, for the one task that is the controller; for all others this never returns.
 
-    At the end the scheduler ends, and with it the workers. Raises UsageError outside an allocation or where
+    `run` names this run of the job: those of one srun agree on it, and no other has the same. At the end, also that by
+    an error, the scheduler ends, and with it the workers. Raises UsageError outside an allocation or where
     dask-jobqueue is missing.
     """
     before = signal.getsignal(signal.SIGINT)
@@ -41,7 +47,7 @@ def join_allocation(folder: Path, *, memory_per_worker: int, interface: str | No
     workers |= {"dashboard": False}
     try:
         runner = SLURMRunner(
-            scheduler_file=str(folder / "scheduler-{job_id}.json"),
+            scheduler_file=str(folder / f"scheduler-{{job_id}}-{run}.json"),
             scheduler_options={"dashboard_address": "127.0.0.1:0", **where},
             worker_class="distributed.Nanny",
             worker_options=workers,
@@ -55,7 +61,15 @@ def join_allocation(folder: Path, *, memory_per_worker: int, interface: str | No
     finally:
         # The runner takes Ctrl-C for itself, by which its scheduler and workers end; the controller has its own way.
         signal.signal(signal.SIGINT, before)
+    address = str(json.loads(Path(runner.scheduler_file).read_text())["address"])
     try:
-        yield str(json.loads(Path(runner.scheduler_file).read_text())["address"])
+        yield address
     finally:
-        runner.close()
+        _end(address, where.get("security"))
+        runner.status = Status.closed  # what it would do itself cannot be done under TLS
+
+
+def _end(address: str, secured: object) -> None:
+    """Tell the scheduler to end, and with it the workers; else they would fill the allocation until its walltime."""
+    with contextlib.suppress(OSError, TimeoutError):
+        Client(address, timeout=10, security=secured).shutdown()

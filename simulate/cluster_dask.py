@@ -3,7 +3,8 @@
 1. A task stays in `_work` until its outcome was given. It is with the scheduler when it also has a future.
 2. The scheduler is lost when the client's connection broke, or when a scheduler of another id answers. Then all tasks
    that were with it end as `lost`, the client is thrown away, and a new one is tried about once a second; what is
-   submitted meanwhile waits in `_work`. After `patience_s` the campaign is interrupted, to be resumed.
+   submitted meanwhile waits in `_work`. After `patience_s` the campaign is interrupted, to be resumed; likewise when
+   the scheduler was lost `losses_in_a_row` times without one task ending in between.
 3. A killed worker is told from one that its nanny ended for its memory by the nanny's event at the scheduler, and from
    one that left (`lost_worker`) by who it was.
 """
@@ -39,6 +40,7 @@ class DaskCluster:
     dashboard_link: str | None = None
     own_group = False
     patience_s = 600.0
+    losses_in_a_row = 12
     margin_s = 60.0
 
     def __init__(self) -> None:
@@ -52,6 +54,7 @@ class DaskCluster:
         self._workers = 0
         self._looked = 0.0
         self._lost_since: float | None = None
+        self._losses_so_far = 0
         self._tried = 0.0
 
     # --- what a kind of cluster says of itself
@@ -188,9 +191,10 @@ class DaskCluster:
 
     def _lose(self, why: str) -> None:
         client, self._client = self._client, None
-        self._lost_since = time.monotonic()
+        self._lost_since = now = time.monotonic()
+        self._losses_so_far += 1
         for key in list(self._futures):
-            self._end(Outcome(key=key, kind="lost", error=why))
+            self._end(Outcome(key=key, kind="lost", error=why, seconds=now - self._seen.get(key, now)))
         # A client without a scheduler may take its time to close.
         threading.Thread(target=_close_quietly, args=(client,), daemon=True).start()
 
@@ -201,6 +205,11 @@ class DaskCluster:
             raise InterruptedRunError(
                 f"--cluster {self.name}: the scheduler has not answered for {self.patience_s:.0f} s. Start it again, "
                 "then give the same command again; it resumes"
+            )
+        if self._losses_so_far >= self.losses_in_a_row:
+            raise InterruptedRunError(
+                f"--cluster {self.name}: the scheduler was lost {self._losses_so_far} times in a row, and no task "
+                "ended in between. See its log for why it dies, then give the same command again; it resumes"
             )
         if now - self._tried < _LOOK_S:
             time.sleep(min(timeout_s, _LOOK_S))
@@ -275,6 +284,7 @@ class DaskCluster:
             return
         with contextlib.suppress(Exception):
             results = self._client.gather([self._futures[key] for key in keys])
+            self._losses_so_far = 0
             for key, result in zip(keys, results, strict=True):
                 self._end(outcome_of(key, result))
 
@@ -289,6 +299,7 @@ class DaskCluster:
                 return
             error = future.exception()
             outcome = outcome_of(key, future.result()) if error is None else self._failure(key, error)
+            self._losses_so_far = 0
         except Exception as lost:  # the connection to the scheduler broke between the calls
             if self._gone(lost):
                 return

@@ -147,7 +147,8 @@ class TaskFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskDropped(Event):
-    """The cluster gave the task back: a drain, or a scheduler that was lost."""
+    """The cluster gave the task back: nothing was there to run it, or its scheduler or its worker's job was lost. Only
+    in the second case the event has `ran`: whether a worker had it then. See `attempts.History.losses`."""
 
     kinds = ("task_dropped",)
     task: str = ""

@@ -78,14 +78,16 @@ def plane_wave(
 
     Through slice after slice: transmit, then propagate to the next (Kirkland, section 6.4). `transmissions` are
     band-limited, (a, b) each in any one order of axes, as is `propagator`; exit planes count slices and ascend.
+
+    In double precision whatever these are in: it is one wave among many probes, and transforms in single precision are
+    wrong by the same factors at every slice (of 1 / points and of their own constants), 2e-5 of a wave after 240.
     """
     import scipy.fft
 
-    shape, dtype = propagator.shape, propagator.dtype
-    spectrum = np.zeros(shape, dtype=dtype)
+    spectrum = np.zeros(propagator.shape, dtype=np.complex128)
     spectrum[0, 0] = 1.0
     found = [spectrum] if exit_planes[0] == 0 else []
-    wave = np.ones(shape, dtype=dtype)
+    wave = np.ones(propagator.shape, dtype=np.complex128)
     for count, index in enumerate(order, start=1):
         if count > exit_planes[-1]:
             break

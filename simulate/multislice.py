@@ -48,7 +48,7 @@ class FastSimulator(AbtemSimulator):
 
     def __init__(self, *, precision: Literal["float32", "float64"] = "float32", batch: int | None = None) -> None:
         super().__init__(precision=precision)
-        self.version = f"3+abtem{self.version}"
+        self.version = f"4+abtem{self.version}"
         self._batch = batch
         self._propagations: OrderedDict[Any, Propagation] = OrderedDict()
         self._transmissions: OrderedDict[Any, NDArray[np.complexfloating]] = OrderedDict()

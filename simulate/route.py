@@ -76,8 +76,8 @@ def repeats(spec: SampleSpec) -> bool:
     """Whether the specimen is the same from cell to cell on the grid itself: whole points in each cell, and every atom
     at its place. Then multislice falls into as many classes as there are cells, which do not mix (bloch.py).
 
-    Not with finite projections: whether a point at an atom's cutoff still counts is decided by rounding there, so that
-    cells differ by parts of 10^7.
+    Not with finite projections: these reach a cutoff around the point nearest to an atom. Where an atom is midway
+    between two points, rounding decides which it is, cell by cell, and at the cutoff cells differ by parts of 10^7.
     """
     (nx, ny), grid, recipe = spec.structure.repeat_xy, spec.grid_yx, spec.recipe
     still = not recipe.phonons.count and recipe.grid.projection == "infinite"

@@ -42,6 +42,7 @@ __all__ = [
     "parse_bytes",
     "rank_environment",
     "read_resolved",
+    "slurm_run",
     "validate",
 ]
 
@@ -407,6 +408,11 @@ class RankEnvironment:
     def init_method(self, out: Path) -> str:
         """Where the ranks meet (torch.distributed): torchrun says so in the environment, under srun a file does."""
         return "env://" if not self.job else f"file://{out.resolve()}/.rendezvous-{self.job}"
+
+
+def slurm_run() -> str:
+    """Step and restart of the Slurm job that this process is in: the same for all tasks of one srun, and no other."""
+    return f"{os.environ.get('SLURM_STEP_ID', '0')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:

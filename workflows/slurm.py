@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from exitwave.simulate.cluster_spec import allocation_script, memory_bytes, worker_script
-from exitwave.workflows.config import is_pipeline, load_document
+from exitwave.workflows.config import is_pipeline, load_document, slurm_run
 from exitwave.workflows.pipeline_spec import ClusterSection, read_sections
 
 __all__ = ["cluster_of_task", "slurm_script"]
@@ -60,6 +60,7 @@ def cluster_of_task(cluster: str | None, path: Path, overrides: Sequence[str], o
 
     with join_allocation(
         out / ".slurm",
+        run=slurm_run(),
         memory_per_worker=memory_bytes(section.slurm.memory_per_worker),
         interface=section.slurm.interface,
         tls=section.tls is not False,

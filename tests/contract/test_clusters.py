@@ -191,7 +191,7 @@ def test_the_dashboard_listens_on_this_machine_only(cluster: Cluster) -> None:
     assert listening and {c.laddr.ip for c in listening} <= {"127.0.0.1"}
 
 
-def test_wrong_names_are_refused() -> None:
+def test_wrong_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, workers, told in [
         ("slurmy", None, "inline, local, slurm, cuda, or the address"),
         ("tcp://", None, "inline, local, slurm, cuda, or the address"),
@@ -200,6 +200,7 @@ def test_wrong_names_are_refused() -> None:
     ]:
         with pytest.raises(UsageError, match=told):
             make_cluster(name, workers=workers)
+    monkeypatch.setattr("exitwave.simulate.cluster_address._FIRST_TRY_S", 1.0)
     with pytest.raises(UsageError, match="no scheduler answers"):
         make_cluster("tcp://127.0.0.1:9").start("weak-phase")
 
@@ -216,15 +217,16 @@ def test_a_worker_that_dies_while_it_starts_is_an_interruption() -> None:
         cluster.close()
 
 
-def test_a_campaign_makes_the_same_bits_on_any_cluster(tmp_path: Path) -> None:
-    """Multislice on inline, on one and on two local workers: the same files, byte for byte, in the same order."""
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_campaign_makes_the_same_bits_on_any_cluster(tmp_path: Path, workers: int) -> None:
+    """Multislice on inline and on local workers: the same files, byte for byte, in the same order."""
     small = plan(samples_per_structure=1, samples_per_shard=1)
     found = []
-    for name, workers in (("inline", 1), ("local", 1), ("local", 2)):
-        root = tmp_path / f"{name}{workers}"
-        result = run_campaign(small, root, make_cluster(name, workers=workers))
+    for name, count in (("inline", 1), ("local", workers)):
+        root = tmp_path / name
+        result = run_campaign(small, root, make_cluster(name, workers=count))
         assert (result.committed, result.failed, result.samples) == (3, 0, 3)
         dataset = open_dataset(root)
         assert dataset.uids.tolist() == [sample.uid for sample in small.samples()]
         found.append({shard.shard_id: shard.xxh3_128 for shard in dataset.manifest.shards})
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]

@@ -114,6 +114,7 @@ def run_chaos(
     assert shards == {"pending": 0, "running": 0, "committed": len(good), "failed": len(bad), "rejected": 0}
 
 
+@pytest.mark.long
 def test_twenty_kills(tmp_path: Path, small_disk: Path) -> None:
     order = ["worker", "task", "controller", "worker", "task", "nanny", "task", "disk", "worker", "scheduler"]
     run_chaos(

@@ -112,6 +112,7 @@ def cmdline(pid: int) -> bytes:
         return b""
 
 
+@pytest.mark.long
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     path, run, log = write_pipeline(tmp_path), tmp_path / "run", tmp_path / "log"
     process = start("run", path, "--out", run, log=log)

@@ -141,6 +141,7 @@ def test_workers_of_several_threads_are_refused(others: DaskProcesses) -> None:
         make_cluster(others.address).start("weak-phase")
 
 
+@pytest.mark.long  # tasks of campaigns are watched by their worker itself; this is what holds if that fails
 def test_a_worker_that_takes_too_much_memory_is_told_from_one_that_was_killed(others: DaskProcesses) -> None:
     others.start_worker("--memory-limit", "600MB")
     others.wait_for_workers(1)

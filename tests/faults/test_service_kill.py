@@ -69,6 +69,7 @@ def kill_at_random(folder: Path, kills: int, seed: int) -> None:
         service.end()
 
 
+@pytest.mark.long
 def test_a_few_kills(tmp_path):
     kill_at_random(tmp_path, kills=3, seed=random.randrange(10**6))
 

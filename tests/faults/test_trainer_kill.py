@@ -131,6 +131,7 @@ def test_sigterm_to_the_launcher_leaves_a_checkpoint_and_no_process(data, undist
     _resume_on_one_rank(out, data, undisturbed, at=at)
 
 
+@pytest.mark.long
 def test_ranks_do_not_outlive_a_killed_launcher(data, tmp_path):
     process = train_launch.start(2, {"spec": {**SPEC, "steps": 100_000}, "data": data, "out": tmp_path / "run"})
     deadline = time.monotonic() + 90
@@ -198,6 +199,7 @@ def test_a_loss_that_is_not_finite_names_samples_and_layer_on_every_rank(data, t
     assert not (tmp_path / "run" / "model.pt").exists()
 
 
+@pytest.mark.long
 def test_a_flipped_bit_in_a_shard_stops_all_ranks_naming_the_sample(tmp_path):
     data = train_data.make_dataset(tmp_path / "set", train=2, val=0, test=0, per_material=12)
     shard = next(data.glob("shards/*/*.h5"))
@@ -214,7 +216,7 @@ def test_a_flipped_bit_in_a_shard_stops_all_ranks_naming_the_sample(tmp_path):
     assert all(shard.stem in text for _, text in failed)
 
 
-@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("last", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_parameters_that_are_not_finite_are_never_saved(data, tmp_path, last, monkeypatch):
     """With overlap "step" and no clipping nobody looks at gradients: a checkpoint of NaN could never be resumed."""
     spec = {**SPEC, "steps": 5 if last else 8, "engine": {**SPEC["engine"], "overlap": "step"}}

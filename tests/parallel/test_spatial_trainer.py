@@ -69,6 +69,7 @@ def test_two_ranks_that_share_samples_train_as_one_process(data: Path, alone: di
     check(SPEC, (1, 2), data, alone, tmp_path)
 
 
+@pytest.mark.long
 def test_cosmoflow_split_in_two_trains_as_one_process(data: Path, alone: dict[str, Path], tmp_path: Path):
     check(REGRESS, (1, 2), data, alone, tmp_path)
 

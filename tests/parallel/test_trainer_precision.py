@@ -78,6 +78,7 @@ def test_an_overflow_that_never_ends_is_an_error(data, tmp_path):
         _run(spec, data, tmp_path / "run")
 
 
+@pytest.mark.long
 def test_bf16_learns_with_float32_weights(data, tmp_path):
     curve = _run({**SPEC, "precision": "bf16"}, data, tmp_path / "run")
     assert "loss_scale" not in curve[0]
@@ -107,9 +108,10 @@ def test_the_saved_model_is_the_mean_and_a_resumed_mean_is_the_same(data, tmp_pa
     assert not any(torch.equal(whole[name], last[name]) for name in whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param({"name": "lamb", "lr": 1e-2}, marks=pytest.mark.long), {"name": "sgd", "lr": 0.1, "larc": {}}],
+    [{"name": "lamb", "lr": 1e-2}, {"name": "sgd", "lr": 0.1, "larc": {}}],
     ids=["lamb", "larc"],
 )
 def test_other_optimizers_learn_and_resume(data, tmp_path, optimizer):

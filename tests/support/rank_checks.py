@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 Check = Callable[[int, int], None]
+CHECK_S = 200.0
 
 
 def run_here(checks: Sequence[Check], folder: Path) -> None:
@@ -26,26 +28,44 @@ def run_here(checks: Sequence[Check], folder: Path) -> None:
             results[check.__name__] = "passed"
         except BaseException:
             results[check.__name__] = traceback.format_exc()
-        (folder / f"{rank}.json").write_text(json.dumps(results))
+        aside = folder / f"{rank}.new"
+        aside.write_text(json.dumps(results))
+        aside.replace(folder / f"{rank}.json")
         if results[check.__name__] != "passed":
             os._exit(1)  # the ranks are out of step from here on
     dist.destroy_process_group()
 
 
-def launch(file: str, size: int, folder: Path) -> list[dict[str, str]]:
-    """Runs `file` as `size` ranks; for each rank check -> "passed" or its traceback, and what went to stderr."""
+def launch(file: str, size: int, folder: Path, *arguments: str) -> list[dict[str, str]]:
+    """Runs `file` as `size` ranks; for each rank check -> "passed" or its traceback, and what went to stderr.
+
+    A hang is known by no check coming to its end for `CHECK_S`, however long all of them take on a busy machine.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     support = str(Path(__file__).parent)
-    ran = subprocess.run(
-        [*command, file, str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": support},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
     files = [folder / f"{rank}.json" for rank in range(size)]
-    assert all(f.exists() for f in files), ran.stderr[-3000:]
-    return [{**json.loads(f.read_text()), "stderr": ran.stderr[-2000:]} for f in files]
+    with (folder / "stderr").open("w+") as stderr:
+        ran = subprocess.Popen(
+            [*command, file, str(folder), *arguments],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": support},
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+        try:
+            moved = time.time()
+            while ran.poll() is None and time.time() - moved < CHECK_S:
+                time.sleep(0.1)
+                moved = max(moved, *(f.stat().st_mtime for f in files if f.exists()), 0.0)
+        finally:
+            if ran.poll() is None:
+                ran.terminate()  # torchrun ends its ranks
+                try:
+                    ran.wait(30)
+                except subprocess.TimeoutExpired:
+                    ran.kill()
+    said = (folder / "stderr").read_text()
+    assert all(f.exists() for f in files), said[-3000:]
+    return [{**json.loads(f.read_text()), "stderr": said[-2000:]} for f in files]
 
 
 def expect_passed(results: list[dict[str, str]], check: Check) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -144,7 +145,7 @@ def scontrol(folder: Path, arguments: list[str]) -> int:
 
 def srun(folder: Path, arguments: list[str]) -> int:
     """All tasks of the job's step on this machine; the exit code is the largest of theirs."""
-    command = [a for i, a in enumerate(arguments) if not (a.startswith("-") and i < 8)]
+    command = list(itertools.dropwhile(lambda a: a.startswith("-"), arguments))
     tasks = int(os.environ["SLURM_NTASKS"])
     started = []
     for rank in range(tasks):
@@ -189,6 +190,8 @@ def _run_once(folder: Path, job: str) -> str:
         row = read(folder)[job]
     script = folder / "jobs" / f"{job}.sh"
     environment = {**os.environ, "SLURM_JOB_ID": job, "SLURM_NTASKS": str(row["tasks"]), "SLURM_JOB_NAME": row["name"]}
+    if row["runs"] > 1:
+        environment["SLURM_RESTART_COUNT"] = str(row["runs"] - 1)
     with (Path(row["cwd"]) / row["output"]).open("ab") as log:
         process = subprocess.Popen(
             ["bash", str(script)], start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,

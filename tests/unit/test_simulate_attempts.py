@@ -78,6 +78,18 @@ def test_what_a_scheduler_lost_is_an_attempt_and_no_failure() -> None:
     assert replay_histories(events)["t"] == History(attempts=2)
 
 
+@pytest.mark.parametrize(("ran", "times"), [(True, 6), (False, 24)])
+def test_a_task_that_is_lost_again_and_again_ends(ran: bool, times: int) -> None:
+    """In one round, over interruptions; somebody who asks for it gives it a new chance."""
+    lost = [submitted(), {"kind": "task_dropped", "task": "t", "ran": ran}, {"kind": "campaign_interrupted"}]
+    assert not replay_histories(lost * (times - 1))["t"].lost_too_often
+    history = replay_histories(lost * times)["t"]
+    assert history.lost_too_often and history.counts == {} and history.attempts == times
+    assert history.after(Failure(state="killed", why="", certain=False)).failed
+    assert not history.forgiven().lost_too_often
+    assert replay_histories([*lost * times, {"kind": "campaign_finished"}])["t"] == History(attempts=times)
+
+
 def test_the_log_decides_what_was_final() -> None:
     assert replay_histories([submitted(), failure("error", final=True)])["t"].failed
     assert replay_histories([failure("error"), failure("error"), failure("error")])["t"].failed is None

@@ -5,11 +5,12 @@ that corners arrive), and runs torch's own convolution on it without padding alo
 backward is the tile itself (which the layer before keeps as well) and the strips; the extended tensor is put together
 again when it is needed: activations then cost a rank its share and little more.
 
-Backward: the gradient of the extended tensor is computed first, its strips travel while the weight's gradient is
-computed, and are added to the tile's. The weight's gradient is summed over the spatial ranks.
+Backward: the weight's gradient, then that of the extended tensor, whose strips go back to their owners and are added to
+the tile's. The weight's gradient is summed over the spatial ranks.
 
 With `overlap` the forward pass computes the interior, the outputs that the tile alone suffices for, while the first
-dim's strips travel, then the rest.
+dim's strips travel, then the rest; backward computes the weight's gradient while strips travel, which holds one more
+tensor of the input's size at a time when most is held.
 """
 
 from __future__ import annotations
@@ -65,16 +66,29 @@ class _Plan:
                 y = y.narrow(step.split.dim, step.before, self.shape[step.split.dim])
         return y
 
-    def gradients(
-        self, dy: Tensor, x: Tensor, weight: Tensor, bias: bool, mask: tuple[bool, bool, bool]
-    ) -> tuple[Any, Any, Any]:
-        """Of input, weight and bias, as `mask` says; `dy` has been uncut."""
-        sizes = [weight.shape[1] * self.groups if self.transposed else weight.shape[0]] if bias else None
+    def of_input(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of the extended input; `dy` has been uncut."""
+        found: Tensor = self._gradients(dy, x, weight, (True, False, False))[0]
+        return found
+
+    def of_weights(self, dy: Tensor, x: Tensor, weight: Tensor, need_w: bool, need_b: bool) -> tuple[Any, Any]:
+        """This rank's parts of the gradients of weight and bias, each None where it is not needed."""
+        if not (need_w or need_b):
+            return None, None
+        if self.empty:
+            dw = torch.zeros_like(weight) if need_w else None
+            return dw, weight.new_zeros(self._channels(weight)) if need_b else None
+        return self._gradients(dy, x, weight, (False, need_w, need_b))[1:]
+
+    def _channels(self, weight: Tensor) -> int:
+        return weight.shape[1] * self.groups if self.transposed else weight.shape[0]
+
+    def _gradients(self, dy: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Any, Any, Any]:
         found = torch.ops.aten.convolution_backward(
             dy,
             x,
             weight,
-            sizes,
+            [self._channels(weight)] if mask[2] else None,
             self.stride,
             self.padding,
             self.dilation,
@@ -142,24 +156,18 @@ class _Convolve(torch.autograd.Function):
             some = [next(strips) for _ in step.move.receives]
             extended = assemble(extended, step.split.dim, step.move, some)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        dx = dw = db = None
-        flight = None
-        if plan.empty:
-            dx = torch.zeros_like(extended) if need_x else None
-        else:
+        dx = dw = db = flight = None
+        if not plan.empty:
             dy = plan.uncut(dy, extended)
-            if need_x:
-                dx = plan.gradients(dy, extended, weight, ctx.has_bias, (True, False, False))[0]
+        if not plan.space.overlap:
+            dw, db = plan.of_weights(dy, extended, weight, need_w, ctx.has_bias and need_b)
+        if need_x:
+            dx = torch.zeros_like(extended) if plan.empty else plan.of_input(dy, extended, weight)
         last = plan.steps[-1]
         if dx is not None:
             flight = begin_return(dx, last.split.dim, last.move, last.split.axis)
-        if need_w or need_b:
-            if plan.empty:
-                dw = torch.zeros_like(weight) if need_w else None
-                db = weight.new_zeros(_outputs(plan, weight)) if need_b else None
-            else:
-                mask = (False, need_w, need_b)
-                _, dw, db = plan.gradients(dy, extended, weight, ctx.has_bias, mask)
+        if plan.space.overlap:
+            dw, db = plan.of_weights(dy, extended, weight, need_w, ctx.has_bias and need_b)
         del extended
         if flight is not None and dx is not None:
             dx = finish_return(dx, last.split.dim, last.move, flight.land())
@@ -169,10 +177,6 @@ class _Convolve(torch.autograd.Function):
         if plan.weight_factor is not None:
             dw, db = _summed(plan.space, plan.weight_factor, dw, db)
         return dx, dw, db, None
-
-
-def _outputs(plan: _Plan, weight: Tensor) -> int:
-    return weight.shape[1] * plan.groups if plan.transposed else weight.shape[0]
 
 
 def _summed(space: Space, factor: float, *gradients: Tensor | None) -> list[Tensor | None]:

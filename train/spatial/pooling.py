@@ -1,5 +1,7 @@
 """Pooling of tiles: fetch what the windows of this rank's outputs need, padding included, then pool without padding.
 
+Where a dim is not split its padding is left to torch, so that no padded copy is made beside the fetched one.
+
 Average pooling divides by the number of places that torch counts (`count_include_pad`, windows that hang over the end),
 which is a product over dims, computed from global places. Adaptive pooling to one place is a sum over all ranks; to
 more places it is a small linear map along each dim.
@@ -8,6 +10,7 @@ more places it is a small linear map along each dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,9 +40,12 @@ class _Nothing(torch.autograd.Function):
         return gradient.new_zeros(ctx.shape), None
 
 
-def _windowed(op: Op, x: Tile, windows: list[Window], fill: float) -> tuple[Tensor, list[Range], list[Split]]:
-    """The local tensor extended to what this rank's outputs need, the outputs [A, B) in each dim, the new splits."""
-    local, outputs, splits = x.local, [], []
+def _windowed(
+    op: Op, x: Tile, windows: list[Window], fill: float
+) -> tuple[Tensor, list[int], list[Range], list[Split]]:
+    """The local tensor extended to what this rank's outputs need, the padding that is left for torch, the outputs
+    [A, B) in each dim, the new splits."""
+    local, left, outputs, splits = x.local, [0] * len(windows), [], []
     for i, window in enumerate(windows):
         n, m = x.shape[i + 2], window.outputs(x.shape[i + 2])
         if m < 1:
@@ -50,7 +56,9 @@ def _windowed(op: Op, x: Tile, windows: list[Window], fill: float) -> tuple[Tens
         if split is None:
             outputs.append((0, m))
             low, high = window.need((0, m))
-            if low < 0 or high > n:
+            if replace(window, ceil_mode=False).outputs(n) == m:
+                left[i] = window.before
+            elif low < 0 or high > n:  # the last window hangs over the end
                 pads = [0] * (2 * (len(windows) - i))
                 pads[-2:] = [-low, max(0, high - n)]
                 local = F.pad(local, pads, value=fill)
@@ -59,7 +67,7 @@ def _windowed(op: Op, x: Tile, windows: list[Window], fill: float) -> tuple[Tens
         local = fetched(local, split, window.needs(new.bounds), fill)
         outputs.append(new.own)
         splits.append(new)
-    return local, outputs, splits
+    return local, left, outputs, splits
 
 
 def _settings(nd: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> list[Window]:
@@ -88,13 +96,13 @@ def _max_pool(
     nd = int(op.name[-2])
     x = checked_input(op, input, nd)
     windows = _settings(nd, kernel_size, stride, padding, dilation, ceil_mode)
-    local, outputs, splits = _windowed(op, x, windows, float("-inf"))
+    local, left, outputs, splits = _windowed(op, x, windows, float("-inf"))
     shape = (*local.shape[:2], *(end - first for first, end in outputs))
     if 0 in shape:
         return Tile(_Nothing.apply(local, shape), splits, x.space)
     pool = F.max_pool2d if nd == 2 else F.max_pool3d
     kernel, step = [w.kernel for w in windows], [w.stride for w in windows]
-    y = pool(local, kernel, step, 0, [w.dilation for w in windows])
+    y = pool(local, kernel, step, left, [w.dilation for w in windows])
     return Tile(_trimmed(y, shape), splits, x.space)
 
 
@@ -112,7 +120,7 @@ def _avg_pool(
     nd = int(op.name[-2])
     x = checked_input(op, input, nd)
     windows = _settings(nd, kernel_size, stride, padding, 1, ceil_mode)
-    local, outputs, splits = _windowed(op, x, windows, 0.0)
+    local, left, outputs, splits = _windowed(op, x, windows, 0.0)
     shape = (*local.shape[:2], *(end - first for first, end in outputs))
     if 0 in shape:
         return Tile(_Nothing.apply(local, shape), splits, x.space)
@@ -124,8 +132,10 @@ def _avg_pool(
     kernel, step = [w.kernel for w in windows], [w.stride for w in windows]
     full = all(count == w.kernel for w, some in zip(windows, counts, strict=True) for count in some)
     if full or divisor_override:
-        return Tile(_trimmed(pool(local, kernel, step, divisor_override=divisor_override), shape), splits, x.space)
-    y = _trimmed(pool(local, kernel, step, divisor_override=1), shape)
+        return Tile(
+            _trimmed(pool(local, kernel, step, left, divisor_override=divisor_override), shape), splits, x.space
+        )
+    y = _trimmed(pool(local, kernel, step, left, divisor_override=1), shape)
     divisor = torch.ones((), dtype=y.dtype, device=y.device)
     for some in counts:
         divisor = divisor.unsqueeze(-1) * torch.tensor(some, dtype=y.dtype, device=y.device)

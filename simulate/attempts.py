@@ -7,9 +7,11 @@
 
 Failures are counted by class, because each calls for another answer: an exception is nearly always the same the next
 time, a crash is sometimes not, and a worker that vanished (`certain` is false: nobody saw the task's own process fail)
-is nearly always an accident of the machine. What a lost scheduler or a stopped controller cost is counted as an
-attempt, not as a failure. But a task that was lost again and again, with its scheduler or its worker's job, may be why
-they go: that ends, too (`ALLOWED_LOSSES`).
+is nearly always an accident of the machine. So is a process that was ended by a signal that somebody sends (`is_own`):
+a program that crashes dies of others. Such accidents are counted apart, and six of them end a task too, since some
+tasks do bring their workers down. What a lost scheduler or a stopped controller cost is counted as an attempt, not as a
+failure. But a task that was lost again and again, with its scheduler or its worker's job, may be why they go: that
+ends, too (`ALLOWED_LOSSES`).
 
 A *round* begins with a campaign's first start and ends when nothing is left to do. Counts and failed tasks persist
 through every interruption within a round, also through the death of the controller: they are replayed from the events.
@@ -29,6 +31,7 @@ __all__ = [
     "History",
     "fold",
     "is_final",
+    "is_own",
     "overdue_s",
     "replay_histories",
     "starved_s",
@@ -40,6 +43,8 @@ CLASSES: tuple[FailureClass, ...] = get_args(FailureClass)
 # The failure of this number is the last.
 ALLOWED: Mapping[FailureClass, int] = {"error": 2, "memory": 2, "timeout": 2, "killed": 3}
 ALLOWED_ACCIDENTS = 6
+# Of an operator, a batch system, the end of the worker, the kernel: no program dies of them by its own mistake.
+SENT = frozenset({"SIGHUP", "SIGINT", "SIGKILL", "SIGTERM"})
 ALLOWED_IN_ALL = 8
 # Times that a task was lost: one that ran then is far more likely the reason than one that waited.
 ALLOWED_LOSSES = 24
@@ -48,7 +53,8 @@ _LOSS_RUNNING, _LOSS_WAITING = 4, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One failed attempt. `certain`: the task's own process was seen to fail; else its worker was lost with it."""
+    """One failed attempt. `certain`: the task's own process was seen to fail by itself; else it was ended from outside,
+    or its worker was lost with it."""
 
     state: FailureClass
     why: str
@@ -112,6 +118,12 @@ def is_final(counts: Mapping[str, int]) -> bool:
         or counts.get("accident", 0) >= ALLOWED_ACCIDENTS
         or sum(counts.values()) >= ALLOWED_IN_ALL
     )
+
+
+def is_own(state: str, signal: str = "") -> bool:
+    """Whether a failure of a task's process is the task's. `signal`: the name of that of which the process died, if it
+    did; not where its worker ended it for a limit, which is the task's own failure."""
+    return state != "killed" or signal not in SENT
 
 
 def starved_s(limit_s: float) -> float:

@@ -21,7 +21,7 @@ from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.records import PublishedShard
-from exitwave.simulate.attempts import CLASSES, Failure, History, Patience, overdue_s, replay_histories
+from exitwave.simulate.attempts import CLASSES, Failure, History, Patience, is_own, overdue_s, replay_histories
 from exitwave.simulate.campaign_files import EVENTS_NAME, plan_rows, size, with_parts, write_plan
 from exitwave.simulate.campaign_resume import take_out_lost
 from exitwave.simulate.cluster import Cluster, Outcome
@@ -226,7 +226,7 @@ class CampaignLoop:
             return
         if outcome.kind == "ok":
             told = outcome.result["failed"]
-            state, certain = told["state"], True
+            state, certain = told["state"], is_own(told["state"], told.get("signal", ""))
             why, host, seconds = told["why"], told["host"], told["seconds"]
         else:
             state, certain = outcome.kind, outcome.kind != "killed"

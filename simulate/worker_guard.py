@@ -58,8 +58,9 @@ def memory_of_machine() -> int:
     return total
 
 
-def failure_report(state: str, why: str, seconds: float, *, pid: int | None = None) -> dict[str, Any]:
-    """What a worker sends in place of a receipt. `state`: error, memory, timeout, killed or disk-full."""
+def failure_report(state: str, why: str, seconds: float, *, pid: int | None = None, signal: str = "") -> dict[str, Any]:
+    """What a worker sends in place of a receipt. `state`: error, memory, timeout, killed or disk-full; `signal`: the
+    name of that of which the process died by itself or through others, "" where there was none."""
     return {
         "failed": {
             "state": state,
@@ -67,6 +68,7 @@ def failure_report(state: str, why: str, seconds: float, *, pid: int | None = No
             "host": socket.gethostname(),
             "pid": os.getpid() if pid is None else pid,
             "seconds": round(seconds, 3),
+            "signal": signal,
         }
     }
 
@@ -105,23 +107,24 @@ class Guard:
                 self._forget()
                 self.start()
             assert self._pipe is not None and self._child is not None
+            pipe, child = self._pipe, self._child  # `close` may take them away meanwhile
             began = time.monotonic()
             limit = limits.memory_bytes or int(0.95 * (self.memory_bytes or memory_of_machine()))
             try:
                 if not self._ready:
-                    failed = self._await(began, _START_WITHIN_S, limit, "its process was to start")
+                    failed = self._await(pipe, child.pid, began, _START_WITHIN_S, limit, "its process was to start")
                     if failed is not None:
                         return failed
-                    self._pipe.recv_bytes()
+                    pipe.recv_bytes()
                     self._ready = True
                 began = time.monotonic()
-                self._pipe.send_bytes(message)
-                failed = self._await(began, limits.seconds, limit, "it ran")
+                pipe.send_bytes(message)
+                failed = self._await(pipe, child.pid, began, limits.seconds, limit, "it ran")
                 if failed is not None:
                     return failed
-                reply = pickle.loads(self._pipe.recv_bytes())
+                reply = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
-                return self._died(time.monotonic() - began, limit, killed_before)
+                return self._died(child, time.monotonic() - began, limit, killed_before)
             if isinstance(reply, dict) and reply.get("failed", {}).get("state") == "memory":
                 self._kill()  # what it still holds goes with it
             return reply
@@ -129,17 +132,17 @@ class Guard:
     def close(self) -> None:
         self._kill()
 
-    def _await(self, began: float, seconds: float, limit: int, what: str) -> dict[str, Any] | None:
+    def _await(
+        self, pipe: Connection, pid: int, began: float, seconds: float, limit: int, what: str
+    ) -> dict[str, Any] | None:
         """Until the child says something or dies (None), or has to be killed (the report)."""
-        assert self._pipe is not None and self._child is not None
         self._peak = 0
-        waited = _waited_s(self._child.pid)
-        while not self._pipe.poll(_LOOK_EVERY_S):
+        waited = _waited_s(pid)
+        while not pipe.poll(_LOOK_EVERY_S):
             # On a machine with too much to do, waiting for a processor is not the task's fault, for a while.
-            took, used = time.monotonic() - began, _memory_of(self._child.pid)
-            fair = took - min(_waited_s(self._child.pid) - waited, starved_s(seconds))
+            took, used = time.monotonic() - began, _memory_of(pid)
+            fair = took - min(_waited_s(pid) - waited, starved_s(seconds))
             self._peak = max(self._peak, used)
-            pid = self._child.pid
             if used > limit:
                 self._kill()
                 why = f"it used {used / 1e6:.0f} MB of memory, its limit is {limit / 1e6:.0f} MB"
@@ -149,19 +152,18 @@ class Guard:
                 return failure_report("timeout", f"{what} for {took:.1f} s, its limit is {seconds:g} s", took, pid=pid)
         return None
 
-    def _died(self, took: float, limit: int, killed_before: int) -> dict[str, Any]:
-        assert self._child is not None
-        pid = self._child.pid
+    def _died(self, child: subprocess.Popen[bytes], took: float, limit: int, killed_before: int) -> dict[str, Any]:
         try:
-            code = self._child.wait(timeout=5)
+            code = child.wait(timeout=5)
         except subprocess.TimeoutExpired:  # it closed its pipe and lives
             code = 0
         self._kill()
         if code == -signal.SIGKILL and (self._peak > 0.9 * limit or _kernel_kills() > killed_before):
             why = f"the kernel killed its process, which used {self._peak / 1e6:.0f} MB: memory was short"
-            return failure_report("memory", why, took, pid=pid)
-        how = f"died of {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return failure_report("killed", f"its process {how}", took, pid=pid)
+            return failure_report("memory", why, took, pid=child.pid)
+        name = _signal_name(-code) if code < 0 else ""
+        how = f"died of {name}" if name else f"ended with exit code {code}"
+        return failure_report("killed", f"its process {how}", took, pid=child.pid, signal=name)
 
     def _kill(self) -> None:
         if self._child is not None:

@@ -2,7 +2,7 @@
 
 The file is a NumPy archive: `uid` (n,) uint64; `image_VA` (n, H, W) projected potential [V·Å] on the label's pixels,
 in the program's own absolute scale (its phase over σ); `library` and `how` say what made them.
-`benchmarks/peers/ptychography.py` writes one with py4DSTEM.
+exitwave has no driver of such a program yet: turn the output of the one you use into this file yourself.
 """
 
 from __future__ import annotations

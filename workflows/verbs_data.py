@@ -45,7 +45,7 @@ def init(
         typer.Option(
             "--template",
             metavar="NAME",
-            help="quickstart (minutes), reconstruct (hours), or a campaign: classify, regress, volume, seed-small.",
+            help="quickstart, classify (minutes), reconstruct (an hour), or a campaign: regress, volume, seed-small.",
         ),
     ] = "quickstart",
     quiet: Quiet = False,

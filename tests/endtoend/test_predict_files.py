@@ -126,6 +126,31 @@ def test_there_are_no_seams(run: Path, large: dict[str, Any], files: dict[str, P
     assert made.uncertainty_VA.shape == (40, 40) and (made.uncertainty_VA > 0).mean() > 0.9
 
 
+def test_an_error_is_no_larger_for_a_window_s_rim_lying_there(run: Path, large: dict[str, Any]) -> None:
+    """Where rims lie on atoms the error is larger for the atoms' sake: the same pixels with the rims elsewhere tell."""
+    from exitwave.ingest.microscopy import Scan4D
+
+    given = Given(energy_keV=energy(large), q_sampling_per_A=1 / fake.EXTENT_A, rotation_deg=0.0, semiangle_mrad=20.0)
+    model, side = load_model(run), 2 * LARGE
+    errors, rimmed = [], []
+    for cut in (0, 1):  # a scan that starts later has its windows elsewhere
+        scan = Scan4D(data=large["cbed"][cut:, cut:], title="cut", scan_step_A=(0.6, 0.6))
+        made = predict(model, scan, resolve(scan, given)).potential_VA
+        error = np.full((side, side), np.nan)
+        error[2 * cut :, 2 * cut :] = made - large["potential"][2 * cut :, 2 * cut :]
+        error = error[6:-6, 6:-6]  # the borders of both scans left out
+        errors.append((error - error.mean()) ** 2)
+        rim = np.zeros((side, side), dtype=bool)
+        for at in {2 * (s + cut) + d for s in starts(LARGE - cut, 8, margin=2) for d in (0, 16)} - {2 * cut, side}:
+            rim[at - 1 : at + 1, :] = rim[:, at - 1 : at + 1] = True
+        rimmed.append(rim[6:-6, 6:-6])
+    square, rim = np.stack(errors), np.stack(rimmed)
+    once = rim[0] != rim[1]  # on a rim of one of the two alone
+    assert once.sum() > 100
+    there, elsewhere = (float(np.where(which, square, 0).sum(axis=0)[once].mean()) for which in (rim, ~rim))
+    assert (there / elsewhere) ** 0.5 <= 1.1
+
+
 def test_what_the_file_lacks_is_estimated_and_what_is_turned_is_turned_back(run: Path, large: dict[str, Any]) -> None:
     from exitwave.ingest.microscopy import Scan4D
 

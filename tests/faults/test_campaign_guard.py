@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,14 +59,35 @@ def test_a_result_that_cannot_travel_is_an_error(guard: Guard) -> None:
 
 @pytest.mark.parametrize(
     ("function", "argument", "why"),
-    [(guard_tasks.die, signal.SIGSEGV, "died of SIGSEGV"), (guard_tasks.leave, 3, "ended with exit code 3")],
+    [
+        (guard_tasks.die, signal.SIGSEGV, "died of SIGSEGV"),
+        (guard_tasks.die, signal.SIGTERM, "died of SIGTERM"),
+        (guard_tasks.leave, 3, "ended with exit code 3"),
+    ],
 )
 def test_a_crash_is_killed_and_the_next_task_gets_a_new_process(
     guard: Guard, function: Any, argument: int, why: str
 ) -> None:
     report = failed(guard, function, int(argument))
-    assert report["state"] == "killed" and why in report["why"]
+    assert report["state"] == "killed" and why in report["why"] and report["why"].endswith(report["signal"])
     assert guard.call(guard_tasks.double, (1,), Limits())["pid"] != report["pid"]
+
+
+def test_a_guard_that_is_closed_while_a_task_runs_tells_that_it_was_ended(tmp_path: Path) -> None:
+    made = Guard(simulator="weak-phase")
+    marker = tmp_path / "pids"
+
+    def close() -> None:
+        until = time.monotonic() + 60
+        while not (marker.exists() and len(marker.read_text().split()) == 2) and time.monotonic() < until:
+            time.sleep(0.05)
+        made.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    report = failed(made, guard_tasks.hang, str(marker))
+    closing.join()
+    assert (report["state"], report["signal"]) == ("killed", "SIGKILL")
 
 
 def test_a_task_that_hangs_is_killed_with_what_it_started(guard: Guard, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from exitwave.ingest.errors import UsageError
-from exitwave.simulate.attempts import CLASSES, Failure, History, is_final, overdue_s, replay_histories
+from exitwave.simulate.attempts import CLASSES, Failure, History, is_final, is_own, overdue_s, replay_histories
 from exitwave.simulate.commands import read_commands, write_command
 
 
@@ -36,6 +36,24 @@ def test_a_lost_worker_is_more_likely_an_accident_than_the_task() -> None:
         history = history.after(Failure(state="killed", why="", certain=False))
         assert history.failed is None
     assert history.after(Failure(state="killed", why="", certain=False)).failed
+
+
+@pytest.mark.parametrize(
+    ("state", "signal", "own"),
+    [
+        *(("killed", name, False) for name in ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT")),
+        *(("killed", name, True) for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGXCPU", "")),
+        ("memory", "SIGKILL", True),  # the kernel's, for want of memory
+        ("timeout", "", True),
+        ("error", "", True),
+    ],
+)
+def test_what_is_killed_from_outside_is_no_crash_of_its_own(state: Any, signal: str, own: bool) -> None:
+    assert is_own(state, signal) is own
+    history, tries = History(), 0
+    while history.failed is None:
+        history, tries = history.after(Failure(state=state, why="", certain=is_own(state, signal))), tries + 1
+    assert tries == (6 if not own else 3 if state == "killed" else 2)
 
 
 def test_failures_of_many_classes_end_too() -> None:

@@ -57,7 +57,7 @@ def test_slabs_share_slices_out() -> None:
 def test_slabs_add_up_and_hold_their_own_atoms(name: str) -> None:
     """The gold atom lies in the first slice of each period, gallium in the second: each in its own slab."""
     common: dict[str, Any] = {
-        "grid": {"sampling_A": 0.2},
+        "grid": {"sampling_A": 0.15},
         "scan": {"shape": [8, 8], "step_A": 1.5},
         "label": {"shape": [16, 16]},
     }

@@ -93,11 +93,13 @@ def test_failed_tasks_stay_failed_over_an_interruption_and_are_tried_again_after
 
     with pytest.raises(InterruptedRunError):
         run_campaign(made, dataset, InlineCluster(), stop=stop, listeners=[once_failed])
-    assert attempts() == [2]
+    given_up = attempts()  # what ended in one pass is told together: the last may have failed for good as well
+    assert given_up in ([2], [2, 2])
     assert run_campaign(made, dataset, InlineCluster()).failed == 2
-    assert attempts() == [2, 3]  # the first is given up in this round; the last had been taken back once
+    then = [2, 3] if given_up == [2] else [2, 2]  # what was given up stays so in this round; 3: it was taken back once
+    assert attempts() == then
     assert run_campaign(made, dataset, InlineCluster()).failed == 2
-    assert attempts() == [4, 5]
+    assert attempts() == [n + 2 for n in then]
 
 
 @pytest.mark.parametrize("verb", ["drain", "cancel"])

@@ -25,7 +25,7 @@ class ExistingCluster(DaskCluster):
         self._security = security(own=False) if address.startswith("tls://") else None
 
     def _connect(self, timeout_s: float) -> Any:
-        return distributed.Client(self.name, timeout=timeout_s, security=self._security)
+        return distributed.Client(self.name, timeout=timeout_s, security=self._security, set_as_default=False)
 
     def _connect_first(self) -> Any:
         try:

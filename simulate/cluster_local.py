@@ -70,7 +70,7 @@ class LocalCluster(DaskCluster):
             ) from None
 
     def _connect(self, timeout_s: float) -> Any:
-        return distributed.Client(self._cluster, timeout=timeout_s)
+        return distributed.Client(self._cluster, timeout=timeout_s, set_as_default=False)
 
     def close(self) -> None:
         if self._cluster is None:

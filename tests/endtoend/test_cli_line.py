@@ -116,6 +116,7 @@ def test_looking_at_data(made: tuple[Path, Path], tmp_path: Path) -> None:
     assert text.returncode == 0 and "thickness_A" in text.stdout
 
 
+@pytest.mark.long
 def test_evaluate_again_on_another_split(made: tuple[Path, Path]) -> None:
     _, run = made
     kept = (run / "train" / "metrics.json").read_bytes()

@@ -53,7 +53,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
         processes.wait_for_workers(1)
         from distributed import Client
 
-        with Client(processes.address) as client:
+        with Client(processes.address, set_as_default=False) as client:
             dashboard = client.dashboard_link.removesuffix("/status")
         yield processes.address, dashboard
     finally:
@@ -174,7 +174,7 @@ def test_text_of_others_is_text(site: tuple[str, str], tmp_path: Path) -> None:
         failed,
     ]
     snapshot = {**fold(told).snapshot(time.time() - 60), "dataset": "/data/ü & <b>", "pictures": []}
-    with Client(address) as client:
+    with Client(address, set_as_default=False) as client:
         publish(client, snapshot)
     with browser(tmp_path / "profile") as driver:
         driver.get(f"{dashboard}/exitwave?dataset=%2Fdata%2F%C3%BC%20%26%20%3Cb%3E")
@@ -195,7 +195,7 @@ def test_a_scheduler_under_a_prefix_of_its_own() -> None:
     options = {"http_prefix": "/deep/er"}
     with (
         LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0", scheduler_kwargs=options) as cluster,
-        Client(cluster) as client,
+        Client(cluster, set_as_default=False) as client,
     ):
         add_page(client)
         add_page(client)

@@ -94,6 +94,7 @@ def test_samples_are_what_the_simulator_says_of_their_parameters(folder: Path) -
         assert abs(sample["later"].mean() - sample["initial"].mean()) < 5 * 0.02 / 32
 
 
+@pytest.mark.long
 def test_killed_campaign_goes_on_where_it_was(folder: Path) -> None:
     dataset = folder / "killed"
     slow = (HEAT / "heat.py").read_text().replace("    edge_mm", "    time.sleep(0.05)\n    edge_mm")

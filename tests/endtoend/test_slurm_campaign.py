@@ -75,6 +75,7 @@ def exitwave(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.long
 def test_a_campaign_in_jobs_that_end_and_are_preempted(slurm: SlurmStandIn, tmp_path: Path) -> None:
     """Two jobs of two workers; one is preempted while it works (Slurm queues it again), one is taken away for good."""
     path = campaign(tmp_path, samples=24, seconds=0.6)

@@ -116,6 +116,7 @@ def test_a_controller_is_killed_and_another_host_goes_on(tmp_path: Path, start: 
     assert hosts == [os.uname().nodename, other_host]
 
 
+@pytest.mark.long
 def test_two_hosts_without_common_locks(tmp_path: Path, start: Start, other_host: str) -> None:
     """Where locks do not reach, the beat of the lease refuses a second controller, and the epoch stops a stale one."""
     dataset = tmp_path / "data"
@@ -138,6 +139,7 @@ def test_two_hosts_without_common_locks(tmp_path: Path, start: Start, other_host
     assert commits(dataset) == N and list(dataset.rglob(".*.part")) == []
 
 
+@pytest.mark.long
 def test_a_sleeper_wakes_while_its_successor_works(tmp_path: Path, start: Start, other_host: str) -> None:
     dataset = tmp_path / "data"
     first = start("no-locks", pause_s=0.5)

@@ -186,6 +186,7 @@ def test_a_full_disk_in_mid_run_is_resumable(small_disk: Path, tmp_path: Path) -
     assert len({e["shard_id"] for e in before}) == len(before) == 16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "left_B",
     [

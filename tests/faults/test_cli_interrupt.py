@@ -39,6 +39,7 @@ def gone(run: Path) -> bool:
     return processes_naming(run / "dataset") == [] and processes_naming(run / "train") == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_interrupted_in_each_part_the_line_goes_on(number: signal.Signals, tmp_path: Path) -> None:
     path, run, log = write_pipeline(tmp_path, ("steps: 12", "steps: 40")), tmp_path / "run", tmp_path / "log"
@@ -90,6 +91,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert "Stopped at once" in log.read_text()
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     path, run, log = write_pipeline(tmp_path), tmp_path / "run", tmp_path / "log"
     process = start("run", path, "--out", run, "--set", "train.steps=60", log=log)

@@ -105,6 +105,7 @@ def another_abtem(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
 
 
+@pytest.mark.long
 def test_workers_of_other_versions_are_refused(others: DaskProcesses, tmp_path: Path) -> None:
     """At the start by name; and one that joins later takes no task and leaves."""
     environment = another_abtem(tmp_path / "other")

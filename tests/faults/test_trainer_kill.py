@@ -114,6 +114,7 @@ def test_stop_on_one_rank_stops_all_with_a_checkpoint_and_exit_75(data, undistur
     _resume_on_one_rank(out, data, undisturbed, at=7)
 
 
+@pytest.mark.long
 def test_sigterm_to_the_launcher_leaves_a_checkpoint_and_no_process(data, undisturbed, tmp_path):
     out = tmp_path / "run"
     process = train_launch.start(2, {"spec": SPEC, "data": data, "out": out, "sigterm": True})

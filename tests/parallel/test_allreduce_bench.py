@@ -80,6 +80,7 @@ def test_the_end_of_a_reduction_is_compared_with_what_the_slowest_rank_allows():
     assert ends_to_limits([[first], [second]], link) == [pytest.approx(12 / 11)]
 
 
+@pytest.mark.long
 def test_a_short_run_measures_methods_on_two_ranks():
     methods = ["compute", "compute+traffic", "ddp/1MB", "fsdp2", "static/optimal", "coordinator/bytes", "step/optimal"]
     document = run_bench(links=["loopback"], models=["fc-densenet-tiny"], methods=methods, seconds=0.1)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 RANK = Path(__file__).resolve().parent.parent / "support" / "limited_rank.py"
-# A step of this network takes about 405 MiB on one rank, 250 on each of two; the limit lies between.
-LIMIT_MIB = 320
+# A step of this network takes about 390 MiB on one rank where there is room, at the least 330; 235 on each of two.
+LIMIT_MIB = 280
 
 
 def run(ranks: int, limit_mib: int) -> list[dict[str, object]]:
@@ -44,7 +44,8 @@ def run(ranks: int, limit_mib: int) -> list[dict[str, object]]:
 def test_two_ranks_train_where_one_has_not_the_memory():
     (alone,) = run(1, LIMIT_MIB)
     assert not alone["ok"]
-    assert "allocate" in str(alone["why"]) or "memory" in str(alone["why"]).lower()
+    # oneDNN's word for no memory is that it could not create a primitive
+    assert any(word in str(alone["why"]) for word in ("allocate", "memory", "could not create a primitive"))
     both = run(2, LIMIT_MIB)
     assert all(said["ok"] for said in both), both
     losses = both[0]["losses"]

@@ -159,6 +159,7 @@ def test_ptychography_of_some_samples_is_scored_on_these_alone(outcome, run, dat
         evaluate(run, data, threads=1, ptychography=tmp_path / "words.npz")
 
 
+@pytest.mark.long
 def test_a_denser_scan_of_the_same_dose_serves_the_classical_methods_alone(outcome, run, data, tmp_path):
     twice = train_data.make_dataset(tmp_path / "dense", train=6, val=1, test=2, per_material=12, scan=16, step_A=0.3)
     got = evaluate(run, data, threads=1, dense=twice)

@@ -82,6 +82,7 @@ def one_rank_fp64(data, tmp_path_factory):
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_in_double_precision_the_curve_is_the_same_at_a_full_learning_rate(data, one_rank_fp64, tmp_path, ranks):
     """Nothing but rounding differs: at 53 bits of mantissa, 50 steps at a full learning rate agree far below 1e-4."""

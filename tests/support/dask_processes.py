@@ -76,7 +76,7 @@ class DaskProcesses:
     def wait_for_workers(self, count: int, seconds: float = 60.0) -> None:
         from distributed import Client
 
-        with Client(self.address, timeout=10, security=self._security()) as client:
+        with Client(self.address, timeout=10, security=self._security(), set_as_default=False) as client:
             client.wait_for_workers(count, timeout=seconds)
 
     def _security(self) -> object:

@@ -107,7 +107,8 @@ class DaskCluster:
         if self._client is None:
             self._come_back(timeout_s)
         elif self._futures and not self._ended:
-            with contextlib.suppress(distributed.TimeoutError, TimeoutError, distributed.CancelledError):
+            lost = (distributed.TimeoutError, TimeoutError, distributed.CancelledError)
+            with self._client.as_current(), contextlib.suppress(*lost):
                 distributed.wait(list(self._futures.values()), timeout=timeout_s, return_when="FIRST_COMPLETED")
         self._look()
         if self._client is not None:

@@ -23,10 +23,11 @@ def run(ranks: int, limit_mib: int) -> list[dict[str, object]]:
         port = str(probe.getsockname()[1])
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     quiet = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # each thread's arena reserves 64 MiB of address space
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}  # a Dask nanny here sets some
     processes = [
         subprocess.Popen(
             [sys.executable, str(RANK), str(limit_mib)],
-            env={**os.environ, **meeting, **quiet, "RANK": str(rank)},
+            env={**inherited, **meeting, **quiet, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )

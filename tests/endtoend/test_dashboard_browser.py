@@ -35,11 +35,11 @@ def get(url: str) -> str:
 
 
 def campaign(folder: Path) -> Path:
-    """40 shards of three samples, a few tens of milliseconds each."""
+    """160 shards of three samples, a few tens of milliseconds each: longer than it takes to look at them."""
     text = PIPELINE.partition("campaign:\n")[2].partition("train:\n")[0]
     lines = [line.removeprefix("  ") for line in text.splitlines()]
     path = folder / "campaign.yaml"
-    path.write_text("\n".join(lines).replace("samples_per_structure: 6", "samples_per_structure: 30"))
+    path.write_text("\n".join(lines).replace("samples_per_structure: 6", "samples_per_structure: 120"))
     return path
 
 
@@ -137,8 +137,8 @@ def test_a_running_campaign_behind_a_proxy(site: tuple[str, str], tmp_path: Path
         there = json.loads(exitwave("status", dataset, "--json").stdout)
         shown = numbers(driver)[1]
         assert {key: shown[key] for key in NUMBERS} == {key: looked_up(there, key) for key in NUMBERS}
-        assert shown["samples.committed"] == shown["samples.planned"] == 120
-        assert text_of(driver, "[data-key='samples.committed']") == "120"
+        assert shown["samples.committed"] == shown["samples.planned"] == 480
+        assert text_of(driver, "[data-key='samples.committed']") == "480"
         assert driver.execute_script("return window.marker") == "the same page"
         for width in (390, 1600):
             resize(driver, width, 900)
@@ -154,7 +154,7 @@ def test_a_running_campaign_behind_a_proxy(site: tuple[str, str], tmp_path: Path
     committed = next(
         value for name, _, value in metrics if name.startswith("exitwave_shards{") and '"committed"' in name
     )
-    assert float(committed) == there["shards"]["committed"] == 40
+    assert float(committed) == there["shards"]["committed"] == 160
     plots = [path for path in json.loads(get(f"{dashboard}/individual-plots.json")).values() if "exitwave" in path]
     assert len(plots) == 6
     assert all("<html" in get(dashboard + path) for path in plots)

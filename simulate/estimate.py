@@ -42,18 +42,7 @@ def estimate_campaign(spec: CampaignSpec, *, base_dir: Path, workers: int = 1) -
     assert spec.cost is not None
     lines = list(_lines(spec, base_dir))
     axes = [zone for _, crystal_axes, _ in lines for zone in crystal_axes]
-    units = [
-        SplitUnit(
-            key=line.key,
-            source=line.source,
-            formula=line.formula,
-            prototype_group=line.prototype_group,
-            fixed=split,
-            space_group=line.space_group,
-        )
-        for line, zones, split in lines
-        for _ in zones
-    ]
+    units = [SplitUnit.of(line, split) for line, zones, split in lines for _ in zones]
     splits = Counter(name for name in assign_splits(units, spec.split, spec.seed) if name is not None)
     structures = sum(splits.values())
     drawn, rejected, lost = _draw(spec, lines)

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -155,18 +154,6 @@ def _manifest_epoch(root: Path) -> int:
 
 def lease_holder(root: Path) -> dict[str, Any] | None:
     """Who controls the data set now ({epoch, host, pid, since}), or None where nobody does."""
-    if not (root / _LOCK_NAME).exists():
-        return None
-    if _is_free(root / _LOCK_NAME):
+    if not FileLock(root / _LOCK_NAME).is_held():
         return None
     return {key: value for key, value in _read(root).items() if key in ("epoch", "host", "pid", "since")} or None
-
-
-def _is_free(path: Path) -> bool:
-    """Whether nobody holds the exclusive lock. Takes a shared one for a moment, which writes nothing."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True

@@ -148,17 +148,7 @@ def make_plan(spec: CampaignSpec, *, base_dir: Path, feed: Feed = _tell_nobody) 
                 fixed.append(crystal.split)
     if not found:
         raise UsageError(f"structures: none remains of {len(rejected)}: {_reasons(rejected)}")
-    units = [
-        SplitUnit(
-            key=s.key,
-            source=s.source,
-            formula=s.formula,
-            prototype_group=s.prototype_group,
-            fixed=f,
-            space_group=s.space_group,
-        )
-        for s, f in zip(found, fixed, strict=True)
-    ]
+    units = [SplitUnit.of(s, f) for s, f in zip(found, fixed, strict=True)]
     try:
         assigned = assign_splits(units, spec.split, spec.seed)
         kept = without_small_classes(units, assigned, spec.split)

@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.spec import SplitSpec
@@ -39,6 +40,21 @@ _SYSTEMS = {
 }
 
 
+class _Told(Protocol):
+    """What both know."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def formula(self) -> str: ...
+    @property
+    def prototype_group(self) -> int: ...
+    @property
+    def space_group(self) -> int: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitUnit:
     """What the division needs to know of a structure. `fixed` is the split its source asks for."""
@@ -49,6 +65,18 @@ class SplitUnit:
     prototype_group: int
     fixed: str | None
     space_group: int = 0
+
+    @classmethod
+    def of(cls, structure: _Told, fixed: str | None) -> SplitUnit:
+        """Of a structure as planned, or as an index tells of it."""
+        return cls(
+            key=structure.key,
+            source=structure.source,
+            formula=structure.formula,
+            prototype_group=structure.prototype_group,
+            fixed=fixed,
+            space_group=structure.space_group,
+        )
 
 
 def assign_splits(units: Sequence[SplitUnit], split: SplitSpec, seed: int) -> list[str | None]:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from exitwave.train.allreduce.bench_rank import meet
+from exitwave.train.allreduce.bench_rank import meet, time_allreduces
 from exitwave.train.allreduce.engine import GroupedAllreduce
 from exitwave.train.models.cosmoflow import CosmoFlow
 from exitwave.train.models.fc_densenet import DenseNetSize, FCDenseNet
@@ -326,7 +326,7 @@ def scale(world: int, *, rounds: int, network: bool) -> dict[str, Any]:
         parts = [(part, x[:, :, :, : int(rows * part)].contiguous()) for part in (1.0, 0.5, 0.25)]
         record["parts"] = [(part, statistics.median(_steps(module, some, rounds))) for part, some in parts]
     elif world == 2:
-        record["messages"], record["collectives"] = _messages(), _collectives()
+        record["messages"], record["collectives"] = _messages(), time_allreduces(_MESSAGES)
     tile = scatter(x, mesh, {"spatial": 3}, multiple_of=4 if network or world < 5 else 1) if world > 1 else x
     engine = GroupedAllreduce(module, average_over=1) if world > 1 else module
     record["steps_s"] = _steps(engine, tile, rounds)
@@ -357,19 +357,6 @@ def _messages() -> list[tuple[int, float]]:
             for work in works:
                 if work is not None:
                     work.wait()
-            seconds.append(time.perf_counter() - begun)
-        found.append((nbytes, statistics.median(seconds[2:])))
-    return found
-
-
-def _collectives() -> list[tuple[int, float]]:
-    found = []
-    for nbytes in _MESSAGES:
-        tensor, seconds = torch.zeros(nbytes // 4), []
-        for _ in range(7):
-            dist.barrier()
-            begun = time.perf_counter()
-            dist.all_reduce(tensor)
             seconds.append(time.perf_counter() - begun)
         found.append((nbytes, statistics.median(seconds[2:])))
     return found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from exitwave.ingest import ShardDataset
 from exitwave.train.loader import Batch
 from exitwave.train.models.cosmoflow import CosmoFlow
-from exitwave.train.series import SeriesMeasured, TileBatch, images_input, measure_series, save_series
+from exitwave.train.series import SeriesMeasured, TileBatch, measure_series, save_series, series_batch
 from exitwave.train.spec import TrainSpec
 
 __all__ = ["Regression"]
@@ -28,15 +28,14 @@ class _Prepare:
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> TileBatch:
         measured = self.measured
-        inputs = np.stack([images_input(s, self.spec, measured, epoch=self.epoch) for s in samples])
         raw = np.array([[float(s["params"][name]) for name in self.spec.series.targets] for s in samples])
         target = (raw - np.array(measured.targets_mean)) / np.array(measured.targets_std)
-        return TileBatch(
-            inputs=torch.from_numpy(inputs),
-            target=torch.from_numpy(target.astype(np.float32)),
-            weight=torch.ones(len(samples)),
-            uids=tuple(int(s["uid"]) for s in samples),
-            copies=int(samples[0]["copies"]),
+        return series_batch(
+            samples,
+            self.spec,
+            measured,
+            epoch=self.epoch,
+            target=target.astype(np.float32),
             whole=len(self.spec.series.targets),
         )
 

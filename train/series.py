@@ -26,7 +26,15 @@ from exitwave.train.series_spec import SeriesSpec
 from exitwave.train.spec import TrainSpec
 from exitwave.train.tiled_data import field_slices
 
-__all__ = ["SeriesMeasured", "TileBatch", "images_input", "measure_series", "noisy_images", "save_series"]
+__all__ = [
+    "SeriesMeasured",
+    "TileBatch",
+    "images_input",
+    "measure_series",
+    "noisy_images",
+    "save_series",
+    "series_batch",
+]
 
 Array = npt.NDArray[np.float32]
 _MEASURED_SAMPLES = 64  # evenly spaced; read plane by plane
@@ -149,6 +157,26 @@ def images_input(sample: dict[str, Any], spec: TrainSpec, measured: SeriesMeasur
     )
     images = ((images - measured.image_mean) / measured.image_std).astype(np.float32)
     return resample_planes(images, measured.planes)[None]
+
+
+def series_batch(
+    samples: Sequence[dict[str, Any]],
+    spec: TrainSpec,
+    measured: SeriesMeasured,
+    *,
+    epoch: int,
+    target: Array,
+    whole: int,
+) -> TileBatch:
+    """The batch of these samples' series beside `target` (float32, a row for each), `whole` values of it a sample."""
+    return TileBatch(
+        inputs=torch.from_numpy(np.stack([images_input(s, spec, measured, epoch=epoch) for s in samples])),
+        target=torch.from_numpy(target),
+        weight=torch.ones(len(samples)),
+        uids=tuple(int(s["uid"]) for s in samples),
+        copies=int(samples[0]["copies"]),
+        whole=whole,
+    )
 
 
 def resample_planes(images: Array, planes: int) -> Array:

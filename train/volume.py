@@ -19,7 +19,7 @@ from exitwave.ingest import ShardDataset
 from exitwave.ingest.errors import UsageError
 from exitwave.train.loader import Batch
 from exitwave.train.models.unet3d import UNet3D
-from exitwave.train.series import SeriesMeasured, TileBatch, images_input, measure_series, save_series
+from exitwave.train.series import SeriesMeasured, TileBatch, measure_series, save_series, series_batch
 from exitwave.train.spec import TrainSpec
 
 __all__ = ["Volume"]
@@ -33,17 +33,10 @@ class _Prepare:
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> TileBatch:
         measured = self.measured
-        inputs = np.stack([images_input(s, self.spec, measured, epoch=self.epoch) for s in samples])
         target = np.stack([s[self.spec.series.target] for s in samples]).astype(np.float32)[:, None]
         target = (target - np.float32(measured.volume_mean_VA)) / np.float32(measured.volume_std_VA)
-        return TileBatch(
-            inputs=torch.from_numpy(inputs),
-            target=torch.from_numpy(target),
-            weight=torch.ones(len(samples)),
-            uids=tuple(int(s["uid"]) for s in samples),
-            copies=int(samples[0]["copies"]),
-            whole=int(np.prod(measured.volume_shape)),
-        )
+        whole = int(np.prod(measured.volume_shape))
+        return series_batch(samples, self.spec, measured, epoch=self.epoch, target=target, whole=whole)
 
 
 class Volume:

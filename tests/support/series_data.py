@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from train_data import add_gold
 
 from exitwave.ingest.manifest import ManifestWriter, create_dataset
-from exitwave.ingest.records import Header, StructureInfo
+from exitwave.ingest.records import Header
 from exitwave.ingest.schema import PARAMS_DTYPE, FieldSpec
 from exitwave.ingest.shard import ShardWriter
 
@@ -71,23 +72,7 @@ def make_series(
                     fields=fields,
                     params_dtype=PARAMS_DTYPE,
                 ) as shard:
-                    shard.add_structure(
-                        StructureInfo(
-                            index=0,
-                            formula="Au",
-                            space_group=225,
-                            prototype_group=0,
-                            source="columns",
-                            licence="",
-                            sha256="0" * 64,
-                            zone_axis=(0, 0, 1),
-                        ),
-                        numbers=np.array([79]),
-                        positions_A=np.zeros((1, 3)),
-                        cell_A=np.eye(3) * 4,
-                        pbc=np.ones(3, dtype=bool),
-                        wyckoff="a",
-                    )
+                    add_gold(shard, index=0)
                     for row in range(n):
                         one = sample(number, foci=foci, slabs=slabs, side=side)
                         number += 1

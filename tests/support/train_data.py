@@ -108,6 +108,27 @@ def sample(
     }
 
 
+def add_gold(shard: ShardWriter, *, index: int) -> None:
+    """The structure that these samples say they are of."""
+    shard.add_structure(
+        StructureInfo(
+            index=index,
+            formula="Au",
+            space_group=225,
+            prototype_group=0,
+            source="columns",
+            licence="",
+            sha256="0" * 64,
+            zone_axis=(0, 0, 1),
+        ),
+        numbers=np.array([79]),
+        positions_A=np.zeros((1, 3)),
+        cell_A=np.eye(3) * 4,
+        pbc=np.ones(3, dtype=bool),
+        wyckoff="a",
+    )
+
+
 def make_dataset(
     root: Path,
     *,
@@ -144,23 +165,7 @@ def make_dataset(
                 fields=fields,
                 params_dtype=PARAMS_DTYPE,
             ) as shard:
-                shard.add_structure(
-                    StructureInfo(
-                        index=material,
-                        formula="Au",
-                        space_group=225,
-                        prototype_group=0,
-                        source="columns",
-                        licence="",
-                        sha256="0" * 64,
-                        zone_axis=(0, 0, 1),
-                    ),
-                    numbers=np.array([79]),
-                    positions_A=np.zeros((1, 3)),
-                    cell_A=np.eye(3) * 4,
-                    pbc=np.ones(3, dtype=bool),
-                    wyckoff="a",
-                )
+                add_gold(shard, index=material)
                 for row, one in enumerate(made):
                     spoil(one)
                     arrays = {"cbed": one["cbed"], label_name: one["potential"]}

@@ -34,7 +34,7 @@ from exitwave.train.allreduce.tuning import MEASURED_PASSES, WARM_PASSES
 from exitwave.train.models.fc_densenet import build_model
 from exitwave.train.models.unet3d import UNet3D
 
-__all__ = ["ends_to_limits", "make", "meet"]
+__all__ = ["ends_to_limits", "make", "meet", "time_allreduces"]
 
 _SETTLE = WARM_PASSES + MEASURED_PASSES + 2  # steps until a plan is final, and two by it
 _BLOCK = 4  # steps of a method in a round, the first of which is not counted
@@ -301,6 +301,21 @@ def meet(parser: argparse.ArgumentParser) -> argparse.Namespace:
     method = f"tcp://{options.address}:{options.port}"
     dist.init_process_group("gloo", init_method=method, rank=options.rank, world_size=options.world)
     return options
+
+
+def time_allreduces(sizes: Sequence[int]) -> list[tuple[int, float]]:
+    """Bytes and median seconds of allreduces of these many bytes, nothing else going on."""
+    found = []
+    for nbytes in sizes:
+        tensor = torch.zeros(nbytes // 4)
+        times = []
+        for _ in range(7):
+            dist.barrier()
+            begun = time.perf_counter()
+            dist.all_reduce(tensor)
+            times.append(time.perf_counter() - begun)
+        found.append((nbytes, statistics.median(times[2:])))
+    return found
 
 
 def _die_with(parent: int) -> None:

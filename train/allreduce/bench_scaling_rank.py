@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from exitwave.train.allreduce.bench_rank import make, meet
+from exitwave.train.allreduce.bench_rank import make, meet, time_allreduces
 from exitwave.train.allreduce.engine import GroupedAllreduce
 
 __all__: list[str] = []
@@ -104,21 +104,6 @@ def _ready_times(model: nn.Module, x: torch.Tensor) -> tuple[dict[str, float], f
     return dict(zip(names, times, strict=True)), end
 
 
-def _collectives() -> list[tuple[int, float]]:
-    """Bytes and seconds of allreduces, nothing else going on."""
-    found = []
-    for nbytes in _SIZES:
-        tensor = torch.zeros(nbytes // 4)
-        times = []
-        for _ in range(7):
-            dist.barrier()
-            begun = time.perf_counter()
-            dist.all_reduce(tensor)
-            times.append(time.perf_counter() - begun)
-        found.append((nbytes, statistics.median(times[2:])))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=["real", "sleep"], required=True)
@@ -132,7 +117,7 @@ def main() -> None:
         model, x = nn.Sequential(*[_SleepingLayer() for _ in range(_LAYERS)]), torch.ones(1)
         x.requires_grad_()
     ready, backward_end_s = _ready_times(model, x)
-    collectives = _collectives()
+    collectives = time_allreduces(_SIZES)
     engine = GroupedAllreduce(model, protocol="static", grouping=options.grouping)
     steps = []
     for _ in range(_STEPS):

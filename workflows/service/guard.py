@@ -10,7 +10,7 @@ from http.cookies import CookieError, SimpleCookie
 from urllib.parse import quote
 
 from exitwave.workflows.service.access import COOKIE, Access
-from exitwave.workflows.service.limits import App, Receive, Scope, Send
+from exitwave.workflows.service.limits import App, Receive, Scope, Send, answer
 
 __all__ = ["Guard", "cookie_of"]
 
@@ -42,14 +42,14 @@ class Guard:
         if scope["type"] != "http" or self._is_open(scope["path"]) or self._may(scope):
             await self._app(scope, receive, send)
         elif scope["path"].startswith("/api/") or scope["method"] not in _HARMLESS or not _wants_page(scope):
-            await _answer(
+            await answer(
                 send,
                 401,
                 b'{"detail": "a token is needed: Authorization: Bearer ..."}',
                 (b"www-authenticate", b'Bearer realm="exitwave"'),
             )
         else:
-            await _answer(send, 303, b"", (b"location", f"/login?next={quote(scope['path'], safe='/')}".encode()))
+            await answer(send, 303, b"", (b"location", f"/login?next={quote(scope['path'], safe='/')}".encode()))
 
     def _is_open(self, path: str) -> bool:
         return any(path == each or (each.endswith("/") and path.startswith(each)) for each in _OPEN)
@@ -66,9 +66,3 @@ class Guard:
 
 def _wants_page(scope: Scope) -> bool:
     return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
-
-
-async def _answer(send: Send, status: int, body: bytes, header: tuple[bytes, bytes]) -> None:
-    headers = [header, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

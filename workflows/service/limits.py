@@ -13,7 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["MOST_BYTES", "Limits", "PunctualProtocol", "raise_descriptor_limit"]
+__all__ = ["MOST_BYTES", "Limits", "PunctualProtocol", "answer", "raise_descriptor_limit"]
 
 MOST_BYTES = 1 << 20
 MOST_HEADER_BYTES = 32 << 10
@@ -102,9 +102,13 @@ def _name(host: bytes) -> str:
 
 
 async def _refuse(send: Send, status: int, why: str) -> None:
-    body = f'{{"detail": "{why}"}}'.encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"connection", b"close")]})
+    await answer(send, status, f'{{"detail": "{why}"}}'.encode(), (b"connection", b"close"))
+
+
+async def answer(send: Send, status: int, body: bytes, header: tuple[bytes, bytes]) -> None:
+    """A whole answer (JSON, where there is a body) that the application has no part in."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), header]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -26,12 +26,16 @@ _ASSETS = {"service.css": "text/css", "service.js": "text/javascript"}
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox; frame-ancestors 'none'"
 
 
+def _root(request: Request) -> str:
+    """The path under which a proxy shows the service; empty without one."""
+    return str(request.scope.get("root_path", "")).rstrip("/")
+
+
 def _page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
     access: Access = request.app.state.access
     cookie = cookie_of(request.scope)
     csrf = access.csrf(cookie) if cookie and access.is_session(cookie) else ""
-    root = request.scope.get("root_path", "").rstrip("/")
-    html = _environment.get_template(template).render(csrf=csrf, root=root, **values)
+    html = _environment.get_template(template).render(csrf=csrf, root=_root(request), **values)
     return HTMLResponse(html, status, headers={"cache-control": "no-store"})
 
 
@@ -90,7 +94,7 @@ async def logged_in(request: Request) -> Response:
     access: Access = request.app.state.access
     if not access.is_token(token.strip()):
         return _page(request, "login.html.j2", 401, next=next, wrong=True)
-    root = request.scope.get("root_path", "").rstrip("/")
+    root = _root(request)
     answer = RedirectResponse(root + _local(next), 303)
     answer.set_cookie(
         COOKIE,
@@ -114,5 +118,5 @@ def _local(path: str) -> str:
 @router.post("/logout")
 async def logout(request: Request) -> Response:
     answer = Response(status_code=204)
-    answer.delete_cookie(COOKIE, path=request.scope.get("root_path", "").rstrip("/") or "/")
+    answer.delete_cookie(COOKIE, path=_root(request) or "/")
     return answer

@@ -18,6 +18,7 @@ from exitwave.simulate.cluster_spec import SlurmSpec
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import Document, apply_overrides, parse_bytes, validate
+from exitwave.workflows.nodes_spec import LaunchSection
 
 __all__ = ["PipelineSections", "PipelineSpec", "read_sections"]
 
@@ -83,6 +84,7 @@ class PipelineSections(StrictModel):
     stage: StageSection = StageSection()
     train: TrainSpec | None = None
     ranks: int = Field(default=1, ge=1, le=100_000)
+    launch: LaunchSection = LaunchSection()
     evaluate: EvaluateSection = EvaluateSection()
 
 

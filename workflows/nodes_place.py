@@ -75,7 +75,10 @@ def node_place(env: Mapping[str, str], nodes: int) -> NodePlace | None:
 def hosts_of(nodelist: str) -> tuple[str, ...]:
     """`gpu[01-03,7],login` -> gpu01, gpu02, gpu03, gpu7, login: Slurm's way to write many names. UsageError."""
     found: list[str] = []
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+    items = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist)
+    if ",".join(items) != nodelist:
+        raise UsageError(f"a list of nodes that cannot be read: {nodelist[:80]!r}")
+    for item in items:
         found += _expanded(item.strip())
         if len(found) > _MAX_HOSTS:
             raise UsageError(f"a list of nodes with more than {_MAX_HOSTS} names: {nodelist[:80]}")

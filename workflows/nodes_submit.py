@@ -24,6 +24,7 @@ from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import write_atomic
+from exitwave.workflows.config import dump_yaml, resolved_comment
 from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.launch import EventTail, make_folder, refuse_other, training_document
 from exitwave.workflows.nodes_meeting import error_of, read_verdict
@@ -86,6 +87,8 @@ def train_on_nodes(session: Session, job: NodeJob, *, script_only: bool, detach:
     script = job_of(job)
     require_split(job.data, job.spec.train_split)
     if script_only:
+        refuse_other(job.out, job.spec, job.data, fresh=job.fresh)
+        _write(job, script)
         return {"script": script, "message": script.rstrip("\n")}
     job_id = submit_job(session, job, script)
     if detach:
@@ -98,15 +101,12 @@ def train_on_nodes(session: Session, job: NodeJob, *, script_only: bool, detach:
 
 def submit_job(session: Session, job: NodeJob, script: str) -> str:
     """The number of RUN's job: one that is under way already, or a new one."""
-    from exitwave.workflows.config import dump_yaml, resolved_comment
-
     missing = [tool for tool in ("sbatch", "squeue", "scancel") if shutil.which(tool) is None]
     if missing:
         raise UsageError(
             f"--nodes {job.nodes}: {', '.join(missing)} not found on PATH. Run it on a node of the cluster; --script "
             "prints the job's script anywhere."
         )
-    make_folder(job.state)
     record = job.state / "job.json"
     with suppress(OSError, ValueError, KeyError):
         before = json.loads(record.read_text())
@@ -114,9 +114,7 @@ def submit_job(session: Session, job: NodeJob, script: str) -> str:
             session.note(f"{job.out}: job {before['job']} is at it already; following it.")
             return str(before["job"])
     refuse_other(job.out, job.spec, job.data, fresh=job.fresh)
-    text = dump_yaml(job.spec.canonical(), comment=resolved_comment("A training", versions()))
-    write_atomic(job.state / "train.yaml", text.encode())
-    write_atomic(job.state / "job.sh", script.encode())
+    _write(job, script)
     done = _run("sbatch", "--parsable", str(job.state / "job.sh"))
     if done.returncode != 0:
         told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
@@ -125,6 +123,14 @@ def submit_job(session: Session, job: NodeJob, script: str) -> str:
     write_atomic(record, json.dumps({"job": job_id, "name": job.name}).encode())
     session.note(f"{job.out}: job {job_id}, {job.nodes} nodes with {ranks_a_node(job.ranks, job.nodes)} ranks each")
     return job_id
+
+
+def _write(job: NodeJob, script: str) -> None:
+    """The script, and the resolved configuration that it names."""
+    make_folder(job.state)
+    text = dump_yaml(job.spec.canonical(), comment=resolved_comment("A training", versions()))
+    write_atomic(job.state / "train.yaml", text.encode())
+    write_atomic(job.state / "job.sh", script.encode())
 
 
 def follow_job(session: Session, job: NodeJob, job_id: str, feed: Callable[[Mapping[str, Any]], None]) -> None:

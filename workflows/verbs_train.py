@@ -65,7 +65,8 @@ def train(
     ] = "auto",
     nodes: Nodes = None,
     script: Annotated[
-        bool, typer.Option("--script", help="With --nodes: print the job's script and submit nothing.")
+        bool,
+        typer.Option("--script", help="With --nodes: print the job's script, RUN/.slurm/job.sh, and submit nothing."),
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="With --nodes: submit the job and leave.")] = False,
     fresh: Annotated[

@@ -50,10 +50,11 @@ class Kills:
     def controllers(self, id: str) -> list[int]:
         return line.processes_naming(self.service.root / ".exitwave" / "jobs" / id)
 
-    def kill_one(self, id: str, whom: str) -> bool:
-        """Kill after a while at random; False where the run had ended before."""
+    def kill_one(self, id: str, whom: str, share: float) -> bool:
+        """Kill a while after `share` of the work is done; False where the run had ended before."""
         service = self.service
-        time.sleep(self.rng.uniform(0.2, 6.0))
+        line.wait_until(lambda: share_done(service.root / id) >= share, timeout=200)
+        time.sleep(self.rng.uniform(0, 2.0))
         while True:
             before = service.get(f"/api/runs/{id}")
             if before["state"] == "finished":
@@ -99,6 +100,13 @@ def steps_of(run: Path) -> int:
     return steps[-1] if steps else 0
 
 
+def share_done(run: Path) -> float:
+    """Of all that a run does, roughly: half for its 240 samples, half for its steps; more than 1 where it has ended."""
+    path = run / "dataset" / "manifest.jsonl"
+    samples = load_manifest(path.parent).n_samples if path.exists() else 0
+    return 0.5 * samples / 240 + 0.5 * steps_of(run) / STEPS + (run / "report.html").exists()
+
+
 def nothing_twice(root: Path, id: str) -> None:
     """The plan's samples, each once, with the bytes that a run without any kill makes; one whole training."""
     dataset = root / id / "dataset"
@@ -142,8 +150,8 @@ def kill_at_random(folder: Path, kills: int, seed: int, monkeypatch: pytest.Monk
             id, runs = f"run-{runs}", runs + 1
             chaos.most_committed = 0
             assert service.submit(id, TEXT).status_code == 201
-            while done < kills and chaos.kill_one(id, WHOM[done % 3]):
-                done += 1
+            for share in sorted(chaos.rng.uniform(-0.2, 0.95) for _ in range(kills - done)):
+                done += chaos.kill_one(id, chaos.rng.choice(WHOM), share)
             run = service.wait(id, "finished", seconds=600)
             assert run["status"]["samples"]["committed"] == run["status"]["samples"]["planned"]
             nothing_twice(service.root, id)

@@ -274,7 +274,7 @@ def _put(data: Any, parts: Sequence[str], value: Any, option: str) -> KeyPath:
 
 # --- sections and validation ----------------------------------------------------------------------------------------
 
-_SECTIONS = ("campaign", "cluster", "stage", "train", "ranks", "evaluate")
+_SECTIONS = ("campaign", "cluster", "stage", "train", "ranks", "evaluate", "tune")
 
 
 def is_pipeline(document: Document) -> bool:

@@ -34,7 +34,7 @@ from exitwave.workflows.provenance import versions
 from exitwave.workflows.rank import check_mesh, clear_rank_errors, read_rank_errors
 from exitwave.workflows.session import Session
 
-__all__ = ["evaluate_run", "locked", "make_folder", "start_ranks", "train_with_ranks", "training_document"]
+__all__ = ["EventTail", "evaluate_run", "locked", "make_folder", "start_ranks", "train_with_ranks", "training_document"]
 
 _POLL_S = 0.2
 _NO_ROOM_BYTES = 64 << 10
@@ -142,7 +142,7 @@ def start_ranks(
     events = out / "events.jsonl"
     if fresh:
         events.unlink(missing_ok=True)
-    tail = _Tail(events, from_end=not fresh)
+    tail = EventTail(events, from_end=not fresh)
     with session.finishing("this step and its checkpoint"):
         _run_ranks(session, out, _command(ranks, arguments), ranks=ranks, tail=tail, feed=feed)
 
@@ -153,7 +153,7 @@ def _run_ranks(
     command: Sequence[str],
     *,
     ranks: int,
-    tail: _Tail,
+    tail: EventTail,
     feed: Callable[[Mapping[str, Any]], None],
 ) -> None:
     with (out / "train.log").open("ab") as log:
@@ -230,7 +230,7 @@ def _killer(process: subprocess.Popen[bytes]) -> Callable[[], None]:
 
 
 def _follow(
-    session: Session, process: subprocess.Popen[bytes], tail: _Tail, feed: Callable[[Mapping[str, Any]], None]
+    session: Session, process: subprocess.Popen[bytes], tail: EventTail, feed: Callable[[Mapping[str, Any]], None]
 ) -> None:
     told = False
     while True:
@@ -245,7 +245,7 @@ def _follow(
         time.sleep(_POLL_S)
 
 
-class _Tail:
+class EventTail:
     """New whole lines of a growing file of events."""
 
     def __init__(self, path: Path, *, from_end: bool) -> None:

@@ -49,7 +49,7 @@ from exitwave.workflows.staging import StageChoices, stage_dataset
 __all__ = ["read_pipeline", "run_pipeline"]
 
 _OURS = ("report.html", "events.jsonl", "train", "cache", "dataset", "pipeline.yaml")  # the identity goes last
-_WHERE_NOT_WHAT = ("cluster", "ranks", "stage")  # where and with how many processes: may change between attempts
+_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "tune")  # where, with how many processes, another verb: may change
 
 
 def read_pipeline(path: Path, overrides: Sequence[str] = ()) -> tuple[Document, PipelineSpec]:

@@ -20,7 +20,7 @@ from exitwave.workflows import cli
 from exitwave.workflows.commands import app
 from exitwave.workflows.doctor import examine
 from exitwave.workflows.doctor_site import check_slurm, check_tls
-from exitwave.workflows.launch import _Tail, _why
+from exitwave.workflows.launch import EventTail, _why
 from exitwave.workflows.pipeline import _claim, _refuse_foreign, read_pipeline
 from exitwave.workflows.rank import check_mesh
 from exitwave.workflows.scaffold import template_names, template_text, write_template
@@ -317,7 +317,7 @@ def test_ranks_that_stopped_are_an_interruption(tmp_path: Path) -> None:
 def test_the_log_is_followed_by_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind": "old"}\n')
-    tail = _Tail(path, from_end=True)
+    tail = EventTail(path, from_end=True)
     assert tail.read() == []
     with path.open("a") as file:
         file.write('{"kind": "a"}\n{"kin')

@@ -18,6 +18,7 @@ from exitwave.simulate.cluster import EXPECTED, is_cluster_name
 from exitwave.simulate.cluster_spec import SlurmSpec
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.train.spec import TrainSpec
+from exitwave.workflows.adaptive_spec import AdaptiveSection, conflict
 from exitwave.workflows.config import Document, apply_overrides, parse_bytes, validate
 from exitwave.workflows.tune_space import space_faults
 from exitwave.workflows.tune_spec import TuneSpec
@@ -87,7 +88,16 @@ class PipelineSections(StrictModel):
     train: TrainSpec | None = None
     ranks: int = Field(default=1, ge=1, le=100_000)
     evaluate: EvaluateSection = EvaluateSection()
+    adaptive: AdaptiveSection | None = None
     tune: TuneSpec | None = None
+
+    @model_validator(mode="after")
+    def _steerable(self) -> PipelineSections:
+        if self.adaptive is None or self.campaign is None or self.train is None:
+            return self
+        if (reason := conflict(self.adaptive, self.campaign, self.train)) is not None:
+            raise ValueError(f"adaptive: {reason}")
+        return self
 
     @model_validator(mode="after")
     def _space_fits(self) -> PipelineSections:

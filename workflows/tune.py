@@ -49,7 +49,7 @@ from exitwave.workflows.tune_spec import TuneSpec
 
 __all__ = ["read_study", "tune_pipeline"]
 
-_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "evaluate", "data")
+_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "evaluate", "adaptive", "online", "data")
 _OWN_FAILURES = ("diverged", "configuration")  # answers to the question that was asked, and no damage
 
 

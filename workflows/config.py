@@ -281,7 +281,7 @@ def _put(data: Any, parts: Sequence[str], value: Any, option: str) -> KeyPath:
 
 # --- sections and validation ----------------------------------------------------------------------------------------
 
-_SECTIONS = ("campaign", "cluster", "stage", "train", "ranks", "launch", "evaluate")
+_SECTIONS = ("campaign", "cluster", "stage", "train", "ranks", "launch", "evaluate", "tune")
 
 
 def is_pipeline(document: Document) -> bool:

@@ -62,7 +62,7 @@ def _grid_warnings(spec: CampaignSpec, structures: list[StructureSpec]) -> Itera
     if coarse:
         source, number = max(coarse.items(), key=lambda one: one[1])
         yield (
-            f"{len(coarse)} structure(s) on a grid of {spec.grid.sampling_A:g} Å, too coarse for their atoms and a probe "
+            f"{len(coarse)} structure(s) on a grid of {spec.grid.sampling_A:g} Å, too coarse for them and a probe "
             f"of {semiangle_mrad:g} mrad ({source} has the heaviest, {chemical_symbol(number)}): the waves may hold "
             "more than the beam, and a sample whose patterns do is refused; grid.sampling_A of "
             f"{_COARSE_FOR_HEAVY_A if number >= _HEAVY else _COARSE_A:g} expected"

@@ -176,6 +176,7 @@ def run(
     cluster: ClusterOption = None,
     workers: Workers = None,
     ranks: Ranks = None,
+    nodes: Nodes = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again: what an earlier run left in RUN is deleted.")
     ] = False,
@@ -194,6 +195,7 @@ def run(
             cluster=cluster,
             workers=workers,
             ranks=ranks,
+            nodes=nodes,
             fresh=fresh,
             overrides=overrides or (),
         )

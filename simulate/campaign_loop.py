@@ -19,6 +19,7 @@ from typing import Any
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.events import EventLog, read_events
+from exitwave.ingest.growing import held_back
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.records import PublishedShard
 from exitwave.simulate.attempts import CLASSES, Failure, History, Patience, is_own, overdue_s, replay_histories
@@ -66,6 +67,7 @@ class CampaignLoop:
         stop: threading.Event,
         patience: Patience,
         lease: Lease,
+        order: Callable[[CampaignTask], Any] | None = None,
     ) -> None:
         self.plan, self.dataset, self.cluster, self.log, self.manifest = plan, dataset, cluster, log, manifest
         self.stop, self.patience, self.lease = stop, patience, lease
@@ -81,7 +83,10 @@ class CampaignLoop:
         left = [t for t in plan.tasks if t.shard_id not in committed]
         self.histories = {t.task_id: histories[t.task_id] for t in left if t.task_id in histories}
         self.failed = [t for t in left if self._history(t).failed is not None]
-        self.todo: deque[CampaignTask] = deque(t for t in left if self._history(t).failed is None)
+        todo = [t for t in left if self._history(t).failed is None]
+        self.todo: deque[CampaignTask] = deque(todo if order is None else sorted(todo, key=order))
+        self.held: str | None = None  # why a trainer that runs beside holds the campaign back
+        self.held_s = 0.0
         self.running: dict[str, CampaignTask] = {}
         self.heard = self.looked = 0.0
         self.silences = self.workers = 0
@@ -161,7 +166,7 @@ class CampaignLoop:
             with self.log.together():
                 for outcome in outcomes:
                     self._take(outcome)
-                begun = [] if stopping else self._begin()
+                begun = [] if stopping or self._held_back() else self._begin()
             if stopping:
                 self._drain()
             for task in begun:
@@ -176,6 +181,8 @@ class CampaignLoop:
                 self.index.flush()
                 if self.changed:
                     self._write_down()
+            if self.held is not None and not self.running:
+                self.stop.wait(0.25)  # there is nothing that the cluster could wait for
             outcomes = self.cluster.wait(0.25)
             if outcomes:
                 self.heard, self.silences = time.monotonic(), 0
@@ -194,6 +201,20 @@ class CampaignLoop:
         """At the end nobody needs what is half-written, on whatever host that was: its shard is there or has failed."""
         for path in (self.dataset / "shards" / ".part").glob(".*.part"):
             path.unlink(missing_ok=True)
+
+    def _held_back(self) -> bool:
+        """Whether a trainer asks to wait: then the window is not filled again; what runs goes on."""
+        why = held_back(self.dataset) if self.todo else None
+        if why is not None:
+            self.heard = time.monotonic()  # that nothing runs is nobody's silence
+        if (why is None) != (self.held is None):
+            if why is not None:
+                self.log.emit("campaign_held", why=why)
+                self.held_s = time.monotonic()
+            else:
+                self.log.emit("campaign_released", seconds=round(time.monotonic() - self.held_s, 3))
+        self.held = why
+        return why is not None
 
     # --- one task
 

@@ -314,8 +314,9 @@ def run_planned(
     workers: int | None,
     feed: Callable[[Mapping[str, Any]], None],
     patience: Patience | None = None,
+    order: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Run the campaign on a cluster made for it; a CampaignResult."""
+    """Run the campaign on a cluster made for it; a CampaignResult. `order`: what its tasks are sorted by."""
     from exitwave.simulate.campaign import run_campaign
     from exitwave.simulate.cluster import make_cluster
 
@@ -339,7 +340,9 @@ def run_planned(
         feed({**event, "committed_samples": before} if event["kind"] == "campaign_started" else event)
 
     with session.finishing("the shards in hand"):
-        return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop, patience=patience)
+        return run_campaign(
+            planned.plan, dataset, made, listeners=[listen], stop=session.stop, patience=patience, order=order
+        )
 
 
 def _workers_line(event: Mapping[str, Any]) -> str:

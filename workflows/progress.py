@@ -120,6 +120,16 @@ class ProgressState:
         bar.detail = f"{self._failed} attempt{'s' * (self._failed > 1)} failed"
         return bar
 
+    def _on_campaign_held(self, event: Event, now: float) -> Bar:
+        bar = self._bar("simulate", "simulate", "samples")
+        bar.detail = "waits for the trainer"
+        return bar
+
+    def _on_campaign_released(self, event: Event, now: float) -> Bar:
+        bar = self._bar("simulate", "simulate", "samples")
+        bar.detail = ""
+        return bar
+
     def _on_campaign_finished(self, event: Event, now: float) -> Bar:
         bar = self._bar("simulate", "simulate", "samples")
         bar.finished = True

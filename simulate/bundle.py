@@ -93,10 +93,10 @@ class BundleTask:
 Task = TaskSpec | BundleTask
 
 
-def bundled(tasks: Sequence[TaskSpec], *, structures: int, samples: int) -> tuple[Task, ...]:
+def bundled(tasks: Sequence[TaskSpec], *, structures: int, samples: int, first: int = 0) -> tuple[Task, ...]:
     """Neighbours of one split in one shard: at most `structures` of them, with at most `samples` samples together.
 
-    Their order stays. A task that remains alone stays what it is but for its number.
+    Their order stays. A task that remains alone stays what it is but for its number; numbers begin with `first`.
     """
     groups: list[list[TaskSpec]] = []
     for task in tasks:
@@ -108,8 +108,8 @@ def bundled(tasks: Sequence[TaskSpec], *, structures: int, samples: int) -> tupl
         else:
             groups.append([task])
     made: list[Task] = []
-    number = len(groups)  # of the next part: after all shards of the plan
-    for index, group in enumerate(groups):
+    number = first + len(groups)  # of the next part: after all shards of the plan
+    for index, group in enumerate(groups, first):
         if len(group) == 1:
             made.append(_numbered(group[0], index))
             continue

@@ -6,7 +6,7 @@
 3. What counts against each task is replayed from the events (`attempts`): failures outlive the controller.
 4. The loop (`campaign_loop`) hands a bounded window of tasks to the cluster and commits what comes back.
 5. What happens is told as events, and shown as it happens (`live`).
-6. A trainer that works on the data set meanwhile may hold the campaign back: no new task is handed out until it lets go.
+6. A trainer that works on the data set meanwhile may hold the campaign back (`campaign_hold`).
 7. A request to stop ends the refilling; what runs is awaited for a bounded time and committed. A full disk stops too.
 """
 

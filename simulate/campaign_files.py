@@ -33,6 +33,7 @@ from exitwave.simulate.work import CampaignPlan
 __all__ = [
     "CAMPAIGN_NAME",
     "EVENTS_NAME",
+    "STEERING_NAME",
     "differences",
     "disk_shortage",
     "fit_to",
@@ -47,6 +48,7 @@ __all__ = [
 
 CAMPAIGN_NAME = "campaign.yaml"
 EVENTS_NAME = "events.jsonl"
+STEERING_NAME = "steering"  # the rounds of a steered campaign (steer_rounds.py)
 
 
 def disk_shortage(plan: CampaignPlan, dataset: Path) -> str | None:
@@ -78,7 +80,7 @@ def make_folder(dataset: Path) -> None:
         raise UsageError(f"{dataset}: there is a file in the way; a folder for the data set expected") from None
     if not (dataset / MANIFEST_NAME).exists():
         ours = {CAMPAIGN_NAME, EVENTS_NAME, PLAN_NAME, STATE_DB_NAME, STATUS_NAME, COMMANDS_NAME}
-        ours |= {"shards", "lease", WISDOM_FOLDER}
+        ours |= {"shards", "lease", WISDOM_FOLDER, STEERING_NAME}
         foreign = sorted(p.name for p in dataset.iterdir() if p.name not in ours and not p.name.startswith("."))
         if foreign:
             raise UsageError(
@@ -146,6 +148,7 @@ def take_back(dataset: Path) -> None:
     """What `_lay_out` made of a folder that was no data set; the manifest first, so that it is none again."""
     for name in (MANIFEST_NAME, CAMPAIGN_NAME, PLAN_NAME, EVENTS_NAME, STATE_DB_NAME, STATUS_NAME):
         (dataset / name).unlink(missing_ok=True)
+    shutil.rmtree(dataset / STEERING_NAME, ignore_errors=True)
     for folder in (dataset / "shards" / ".part", dataset / "shards"):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -167,8 +170,13 @@ def _read_resolved(dataset: Path) -> dict[str, Any] | None:
 
 def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
     """`plan` for the data set: as it is where there is none yet, or one of this very campaign; with the names of what
-    is committed where it only adds to that. UsageError with the difference where it does more.
+    is committed where it only adds to that. The rounds by which the data set was steered are part of it. UsageError
+    with the difference where it does more.
     """
+    if (dataset / STEERING_NAME).is_dir():
+        from exitwave.simulate.steer_rounds import steered
+
+        plan = steered(plan, dataset)
     if not (dataset / MANIFEST_NAME).exists():
         return plan
     plan = _apart(plan, dataset)

@@ -3,6 +3,7 @@
     RUN/pipeline.yaml   the resolved configuration: the folder's identity
         dataset/        the data set            cache/      its staged shards
         train/          the training's folder   report.html
+        rounds/         who judged the rounds of an adaptive campaign (adaptive.py)
         events.jsonl    which part began and ended when
 
 No state of our own says what is done: each part's completion is read from its own truth. The manifest lists the plan's
@@ -25,6 +26,7 @@ from typing import Any
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import write_atomic
+from exitwave.simulate.plan import Plan
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, plan_campaign, run_planned, tell_warnings
 from exitwave.workflows.config import (
@@ -48,7 +50,15 @@ from exitwave.workflows.staging import StageChoices, stage_dataset
 
 __all__ = ["read_pipeline", "run_pipeline"]
 
-_OURS = ("report.html", "events.jsonl", "train", "cache", "dataset", "pipeline.yaml")  # the identity goes last
+_OURS = (
+    "report.html",
+    "events.jsonl",
+    "train",
+    "rounds",
+    "cache",
+    "dataset",
+    "pipeline.yaml",
+)  # the identity goes last
 _WHERE_NOT_WHAT = ("cluster", "ranks", "stage")  # where and with how many processes: may change between attempts
 
 
@@ -92,11 +102,11 @@ def run_pipeline(
             session.note(f"Going on with {out}: what is done already is not done again.")
         with session.progress() as feed:
             line = _Line(session=session, log=log, feed=feed, out=out, spec=spec, planned=planned)
-            failed = line.simulate(
-                cluster or spec.cluster.kind, planned.workers_on(cluster or spec.cluster.kind, workers)
-            )
+            where = cluster or spec.cluster.kind, planned.workers_on(cluster or spec.cluster.kind, workers)
+            failed = line.simulate(*where) if spec.adaptive is None else line.rounds(*where, ranks or spec.ranks)
             line.stage()
             line.train(ranks or spec.ranks)
+            line.judge()
             metrics = line.evaluate()
         report = line.report()
         seconds = time.monotonic() - began
@@ -143,6 +153,36 @@ class _Line:
             )
         return int(result.failed)
 
+    def rounds(self, cluster: str, workers: int | None, ranks: int) -> int:
+        """An adaptive campaign, round by round; returns how many shards failed for good."""
+        from exitwave.workflows.adaptive import FOLDER, Hands, run_rounds
+
+        def simulate(plan: Plan) -> int:
+            self.planned = dataclasses.replace(self.planned, plan=plan)
+            return self.simulate(cluster, workers)
+
+        def train(spec: TrainSpec, run: Path) -> None:
+            self.stage()
+            if not _trained(run, spec):
+                with self._part("judge"), locked(run):
+                    self._ranks(spec, run, ranks)
+
+        assert self.spec.adaptive is not None
+        assert isinstance(self.planned.plan, Plan)
+        hands = Hands(simulate=simulate, train=train, note=self.session.note)
+        plan, failed = run_rounds(
+            self.planned.plan, self.dataset, self.out / FOLDER, self.spec.adaptive, self.spec.train, hands
+        )
+        self.planned = dataclasses.replace(self.planned, plan=plan)
+        return failed
+
+    def judge(self) -> None:
+        """The trained network on the samples that judged the rounds."""
+        if self.spec.adaptive is not None:
+            from exitwave.workflows.adaptive import FOLDER, judge_final
+
+            judge_final(self.dataset, self.out / FOLDER, self.run, self.spec.adaptive, self.spec.train)
+
     def stage(self) -> None:
         choices = StageChoices(mode=self.spec.stage.mode, capacity_bytes=self.capacity)
         with self._part("stage"):
@@ -156,17 +196,20 @@ class _Line:
             self._skip("train", "the model is trained")
             return
         with self._part("train"), locked(self.run):
-            start_ranks(
-                self.session,
-                self.spec.train,
-                self.dataset,
-                self.run,
-                ranks=ranks,
-                cache=self.out / "cache",
-                cache_capacity=self.capacity if self.spec.stage.mode == "stream" else None,
-                fresh=False,
-                feed=self.feed,
-            )
+            self._ranks(self.spec.train, self.run, ranks)
+
+    def _ranks(self, spec: TrainSpec, run: Path, ranks: int) -> None:
+        start_ranks(
+            self.session,
+            spec,
+            self.dataset,
+            run,
+            ranks=ranks,
+            cache=self.out / "cache",
+            cache_capacity=self.capacity if self.spec.stage.mode == "stream" else None,
+            fresh=False,
+            feed=self.feed,
+        )
 
     def evaluate(self) -> dict[str, Any]:
         """Measures each split; the first one comes last, so that metrics.json is of it."""
@@ -272,7 +315,7 @@ def _resolved(spec: PipelineSpec) -> dict[str, Any]:
     data: dict[str, Any] = json.loads(json.dumps(spec.model_dump(mode="json")))
     structures = data["campaign"]["structures"]
     data["campaign"]["structures"] = [{k: v for k, v in s.items() if v not in (None, [], "")} for s in structures]
-    return data
+    return {key: value for key, value in data.items() if value is not None}  # a section that is not there
 
 
 def _what(configuration: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from exitwave.simulate.cluster import EXPECTED, is_cluster_name
 from exitwave.simulate.cluster_spec import SlurmSpec
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.train.spec import TrainSpec
+from exitwave.workflows.adaptive_spec import AdaptiveSection, conflict
 from exitwave.workflows.config import Document, apply_overrides, parse_bytes, validate
 
 __all__ = ["PipelineSections", "PipelineSpec", "read_sections"]
@@ -84,6 +85,15 @@ class PipelineSections(StrictModel):
     train: TrainSpec | None = None
     ranks: int = Field(default=1, ge=1, le=100_000)
     evaluate: EvaluateSection = EvaluateSection()
+    adaptive: AdaptiveSection | None = None
+
+    @model_validator(mode="after")
+    def _steerable(self) -> PipelineSections:
+        if self.adaptive is None or self.campaign is None or self.train is None:
+            return self
+        if (reason := conflict(self.adaptive, self.campaign, self.train)) is not None:
+            raise ValueError(f"adaptive: {reason}")
+        return self
 
 
 class PipelineSpec(PipelineSections):

@@ -1,0 +1,234 @@
+"""Rounds: simulate, judge, steer, and simulate what that adds.
+
+    DATASET/steering/round-NNNN.json   what round NNNN adds, and why (simulate/steer_rounds.py)
+    RUN/rounds/round-NNNN/             the network that judges after round NNNN: a training's folder
+    RUN/rounds/round-NNNN/errors.json  what it gets wrong, sample by sample
+    RUN/rounds/final.json              what the trained network gets wrong on the same samples
+
+1. Round 0 is the campaign itself and the samples that only judge.
+2. All samples of the rounds that are decided are simulated.
+3. Where another round is to come: a network is trained on all training samples so far, from its beginning. Going on
+   with the last one would judge a network that has seen the first samples more often than the later ones, and that
+   generalises worse than one trained afresh (Ash and Adams, NeurIPS 2020); and what it learnt would hang on when it
+   was killed.
+4. Its errors on the held-out samples decide on the next round (simulate/steer.py), which is written down; on to 2.
+
+No state of our own says how far it is: a round is decided once its file is there, simulated once the manifest lists its
+shards, judged once errors.json is there. What a kill leaves undone, and only that, is done by the same command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import write_atomic
+from exitwave.simulate.plan import Plan
+from exitwave.simulate.steer import Cell, quotas, samples_for, shares, smoothed, tallies
+from exitwave.simulate.steer_rounds import (
+    STEER_SPLIT,
+    CellRow,
+    Round,
+    cell_of,
+    census,
+    choose,
+    held_out,
+    read_rounds,
+    steered,
+    trained_structures,
+    write_round,
+)
+from exitwave.train.judge import Judged, judge
+from exitwave.train.spec import TrainSpec
+from exitwave.workflows.adaptive_spec import AdaptiveSection, axes_of
+
+__all__ = ["FOLDER", "Hands", "judge_final", "judging_spec", "next_round", "read_errors", "run_rounds"]
+
+FOLDER = "rounds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hands:
+    """What the rounds need done. `simulate` returns how many shards failed for good; `train(spec, folder)` trains on
+    what is there; `note` tells a person."""
+
+    simulate: Callable[[Plan], int]
+    train: Callable[[TrainSpec, Path], None]
+    note: Callable[[str], None]
+
+
+def run_rounds(
+    base: Plan, dataset: Path, folder: Path, section: AdaptiveSection, spec: TrainSpec, hands: Hands
+) -> tuple[Plan, int]:
+    """All rounds; the plan with all of them, and how many shards failed. `folder`: RUN/rounds."""
+    plan, failed = base, 0
+    split = _judged_split(section, spec)
+    if split != STEER_SPLIT and split not in {task.split for task in base.tasks}:
+        raise UsageError(
+            f"adaptive.pool: 0 judges on split {split!r}, of which the campaign has no sample: give a pool"
+        )
+    for number in range(section.rounds + 1):
+        if number >= len(read_rounds(dataset)):
+            made = _first_round(base, section) if number == 0 else None
+            if made is None:
+                errors = _errors(dataset, folder, number - 1, section, spec, hands)
+                made = next_round(plan, section, errors, number=number, split=split)
+            write_round(dataset, made)
+            if number:
+                hands.note(f"round {number} of {section.rounds}: {_told(made)}")
+        plan = steered(base, dataset)
+        failed = hands.simulate(plan)
+    return plan, failed
+
+
+def _first_round(base: Plan, section: AdaptiveSection) -> Round:
+    axes = axes_of(section, base)
+    counted = census(base, axes)
+    return Round(
+        number=0,
+        split=STEER_SPLIT,
+        axes=axes,
+        cells=tuple(
+            CellRow(cell=cell, natural=part, cost_s=counted.cost_s[cell]) for cell, part in counted.natural.items()
+        ),
+        picks=held_out(base, section.pool if section.uniform_share < 1 else 0),
+        options=section.model_dump(mode="json"),
+    )
+
+
+def next_round(plan: Plan, section: AdaptiveSection, errors: Sequence[Judged], *, number: int, split: str) -> Round:
+    """Round `number` (from 1) of a campaign of which `plan` holds all rounds before: a pure function of these.
+
+    `errors`: those of samples of `plan` of the split `split`.
+    """
+    structures = trained_structures(plan)
+    axes = axes_of(section, plan)
+    counted = census(plan, axes)
+    numbers = {(s.key, s.zone_axis): k for k, s in enumerate(structures)}
+    cells: dict[int, Cell] = {}
+    for task in plan.tasks:
+        if task.split == split:
+            for sample in task.samples():
+                at = numbers.get((sample.structure.key, sample.structure.zone_axis), 0)
+                cells[sample.uid] = cell_of(axes, sample, at)
+    try:
+        judged = tallies([(cells[row.uid], row.loss) for row in sorted(errors, key=lambda row: row.uid)])
+    except ValueError as error:
+        raise UsageError(f"adaptive: round {number} cannot be steered: {error}. Lower train.optimizer.lr?") from None
+    share = shares(
+        counted.natural,
+        judged,
+        uniform_share=section.uniform_share,
+        sharpness=section.sharpness,
+        most=section.most_often,
+    )
+    budget = section.samples_per_round * counted.mean_cost_s
+    total = samples_for(budget, share, counted.cost_s)
+    wanted = quotas(share, total, seed=plan.spec.seed, number=number)
+    picks = choose(plan, axes, wanted, number=number)
+    taken = _taken(plan, axes, picks, numbers)
+    relative = smoothed(list(counted.natural), judged)
+    return Round(
+        number=number,
+        split="train",
+        axes=axes,
+        cells=tuple(
+            CellRow(
+                cell=cell,
+                natural=part,
+                cost_s=counted.cost_s[cell],
+                n=judged[cell].n if cell in judged else 0,
+                error=judged[cell].total / judged[cell].n if cell in judged else None,
+                relative=relative[cell],
+                share=share[cell],
+                planned=wanted[cell],
+                taken=taken.get(cell, 0),
+            )
+            for cell, part in counted.natural.items()
+        ),
+        picks=picks,
+        budget_s=budget,
+        options=section.model_dump(mode="json"),
+        judge={"split": split, "n": len(errors), "steps": section.judge_steps if errors else 0},
+    )
+
+
+def _taken(plan: Plan, axes: Any, picks: Any, numbers: dict[Any, int]) -> dict[Cell, int]:
+    from exitwave.simulate.tasks import draw_sample
+
+    by_key = {(s.key, s.zone_axis): s for s in trained_structures(plan)}
+    recipe = plan.spec.recipe()
+    taken: dict[Cell, int] = defaultdict(int)
+    for pick in picks:
+        key = (pick.structure, pick.zone_axis)
+        for index in pick.indices:
+            taken[cell_of(axes, draw_sample(by_key[key], recipe, index, "train"), numbers[key])] += 1
+    return dict(taken)
+
+
+def _judged_split(section: AdaptiveSection, spec: TrainSpec) -> str:
+    return STEER_SPLIT if section.pool else spec.val_split
+
+
+def _errors(
+    dataset: Path, folder: Path, number: int, section: AdaptiveSection, spec: TrainSpec, hands: Hands
+) -> tuple[Judged, ...]:
+    """What the network after round `number` gets wrong; nothing where all is drawn uniformly anyway."""
+    if section.uniform_share >= 1:
+        return ()
+    run = folder / f"round-{number:04d}"
+    path = run / "errors.json"
+    if not path.exists():
+        hands.train(judging_spec(section, spec), run)
+        _write_errors(path, judge(run, dataset, _judged_split(section, spec)))
+    return read_errors(path)
+
+
+def judging_spec(section: AdaptiveSection, spec: TrainSpec) -> TrainSpec:
+    """The training of a network that judges: as the training itself, for so many steps."""
+    return spec.model_copy(
+        update={
+            "steps": section.judge_steps,
+            "epochs": None,
+            "max_seconds": None,
+            "eval_every_steps": None,
+            "trackers": (),
+        }
+    )
+
+
+def judge_final(dataset: Path, folder: Path, train: Path, section: AdaptiveSection, spec: TrainSpec) -> None:
+    """What the trained network gets wrong on the samples that judged, beside what the rounds' networks did."""
+    path = folder / "final.json"
+    done = path.exists() and path.stat().st_mtime_ns >= (train / "model.pt").stat().st_mtime_ns
+    if section.uniform_share < 1 and not done:
+        folder.mkdir(exist_ok=True)
+        _write_errors(path, judge(train, dataset, _judged_split(section, spec)))
+
+
+def _write_errors(path: Path, errors: Sequence[Judged]) -> None:
+    rows = [dataclasses.asdict(row) for row in errors]
+    write_atomic(path, json.dumps(rows, separators=(",", ":")).encode() + b"\n")
+
+
+def read_errors(path: Path) -> tuple[Judged, ...]:
+    return tuple(Judged(**row) for row in json.loads(path.read_text()))
+
+
+def _told(made: Round) -> str:
+    """The most and the least favoured region, for a person."""
+    rows = sorted((row for row in made.cells if row.natural), key=lambda row: row.share / row.natural)
+    if not rows or rows[0].share == rows[-1].share:
+        return f"{made.n_samples} samples"
+    most, least = (
+        f"{', '.join(axis.labels[k] for axis, k in zip(made.axes, row.cell, strict=True))} "
+        f"{row.share / row.natural:.2g} times"
+        for row in (rows[-1], rows[0])
+    )
+    return f"{made.n_samples} samples; of their natural share, {most}, {least}"

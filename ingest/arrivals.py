@@ -24,7 +24,15 @@ from typing import Any
 from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.ingest.events import EventLog, read_events
 
-__all__ = ["ARRIVALS_NAME", "ArrivalLog", "ReservoirSettings", "read_log", "refuse_difference", "steps_allowed"]
+__all__ = [
+    "ARRIVALS_NAME",
+    "ArrivalLog",
+    "ReservoirSettings",
+    "may_begin",
+    "read_log",
+    "refuse_difference",
+    "steps_allowed",
+]
 
 ARRIVALS_NAME = "arrivals.jsonl"
 _FORMAT = "exitwave-arrivals"
@@ -64,13 +72,22 @@ class ReservoirSettings:
 def steps_allowed(settings: ReservoirSettings, *, batch: int, arrived: int, ended: bool) -> int | None:
     """How many steps of `batch` samples may have been taken when `arrived` samples are there; None: as many as asked.
 
-    `ended`: no more will come. Before the watermark none may.
+    `ended`: no more will come. Whether the first one may be taken says `may_begin`.
     """
     if ended or arrived >= settings.planned:
         return None
-    if arrived < settings.watermark:
-        return 0
     return max(1, int(settings.max_reuse * arrived / batch + 1e-9))
+
+
+def may_begin(settings: ReservoirSettings, *, arrived: int, val: int, val_planned: int) -> bool:
+    """Whether the first step may be taken: the watermark has come, and validation is whole.
+
+    Shards of validation may fail for good: then twice the watermark will do, with some of it. `val_planned`: 0 where
+    nobody validates.
+    """
+    if arrived < settings.watermark:
+        return False
+    return val >= val_planned or (val > 0 and arrived >= min(2 * settings.watermark, settings.planned))
 
 
 class ArrivalLog:

@@ -81,6 +81,8 @@ def build(
     arrivals: Arrivals | None = None,
 ) -> Training:
     """Steps 2 to 5 of the module's text; every rank calls it."""
+    if arrivals is not None and recorder is not None and not arrivals.entries:
+        recorder.emit("train_waiting", samples=arrivals.online.settings.watermark)
     measured = _measured(task, dataset, ranks, arrivals)
     device = device_of(spec, ranks)
     module = task.make_model(measured).to(device, DTYPE[spec.precision])

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -26,6 +27,7 @@ from exitwave.ingest.arrivals import (
     ARRIVALS_NAME,
     ArrivalLog,
     ReservoirSettings,
+    may_begin,
     read_log,
     refuse_difference,
     steps_allowed,
@@ -49,20 +51,28 @@ __all__ = [
 ]
 
 ALL_ARRIVED_NAME = "all-arrived"  # in the training's folder: the campaign has ended, and no more will come
-_POLL_S = 0.1
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Online:
-    """How a training meets its data. `replay`: the log of arrivals of a finished training that is done again."""
+    """How a training meets its data.
+
+    val_planned: samples of the validation split that are waited for before the first step. replay: the log of arrivals
+    of a finished training that is done again.
+    """
 
     settings: ReservoirSettings
+    val_planned: int = 0
     replay: Path | None = None
 
     def identity(self) -> dict[str, Any]:
         """What makes it another training, beside its spec."""
         told = self.settings.to_json()
-        return told if self.replay is None else {**told, "replay": read_log(self.replay)["entries"]}
+        if self.replay is None:
+            return told
+        entries = json.dumps(read_log(self.replay)["entries"])
+        return {**told, "replay": hashlib.sha256(entries.encode()).hexdigest()[:16]}
 
 
 def read_online(settings: Path | None, replay: Path | None) -> Online | None:
@@ -78,7 +88,8 @@ def read_online(settings: Path | None, replay: Path | None) -> Online | None:
         return Online(settings=ReservoirSettings.from_json(log["header"]), replay=replay)
     if settings is None:
         return None
-    return Online(settings=ReservoirSettings.from_json(json.loads(settings.read_text())))
+    told = json.loads(settings.read_text())
+    return Online(settings=ReservoirSettings.from_json(told), val_planned=int(told.get("val_planned", 0)))
 
 
 def refuse_unfit(spec: TrainSpec) -> None:
@@ -208,6 +219,8 @@ class Arrivals:
         arrived = self._look_at.n_arrived(seq)
         if ended and arrived == 0:
             raise UsageError(f"{self._look_at.root}: the campaign has ended without a sample for training")
+        if not (self.decided or ended or self._may_begin(arrived)):
+            return 0, seq
         allowed = steps_allowed(self.online.settings, batch=self._spec.batch, arrived=arrived, ended=ended)
         if allowed is not None and self.waiting():  # only steps make room for those that wait
             allowed = max(allowed, self.decided + 1)
@@ -216,6 +229,11 @@ class Arrivals:
             digest = self._look_at.digest_until(seq)
             self._log.append(self.decided, seq, samples=arrived, shards_digest=digest)
         return decided, seq
+
+    def _may_begin(self, arrived: int) -> bool:
+        assert self._look_at is not None
+        val = sum(s.n for s in self._look_at.data.manifest.shards if s.split == self._spec.val_split)
+        return may_begin(self.online.settings, arrived=arrived, val=val, val_planned=self.online.val_planned)
 
     def seq_of(self, step: int) -> int:
         """The line that `step` knows; waits until that is decided. InterruptedRunError when it never will be."""

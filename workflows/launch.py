@@ -57,6 +57,7 @@ def train_with_ranks(
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
+    replay: Path | None = None,
 ) -> dict[str, Any]:
     """Train with `ranks` processes on this machine; returns what came of it."""
     from exitwave.workflows.train_config import read_training
@@ -70,6 +71,7 @@ def train_with_ranks(
             start_ranks(
                 session, training.spec, data, out,
                 ranks=n, cache=cache, cache_capacity=cache_capacity, mesh=mesh, fresh=fresh, feed=feed,
+                replay=replay,
             )  # fmt: skip
         return training_document(out)
 
@@ -117,15 +119,21 @@ def start_ranks(
     mesh: str = "auto",
     fresh: bool,
     feed: Callable[[Mapping[str, Any]], None],
+    online: Path | None = None,
+    replay: Path | None = None,
 ) -> None:
-    """Start the ranks, follow them to their end; raises what they failed with. `spec` is a TrainSpec."""
+    """Start the ranks, follow them to their end; raises what they failed with. `spec` is a TrainSpec.
+
+    `online`: settings of a training while the data set grows; `replay`: the log of arrivals of one to do again.
+    """
     from exitwave.ingest.manifest import load_manifest
 
     header = load_manifest(data).header
-    require_split(data, spec.train_split)
-    if (found := completeness(data)) is not None and found.sentence:
+    if online is None:  # else it comes
+        require_split(data, spec.train_split)
+    if online is None and (found := completeness(data)) is not None and found.sentence:
         session.note(f"{data}: {found.sentence} The training uses what is there.")
-    _refuse_other(out, spec, header.dataset_id, fresh=fresh)
+    _refuse_other(out, spec, header.dataset_id, fresh=fresh, arriving=(online, replay))
     clear_rank_errors(out)
     resolved = out / "train.yaml"
     text = dump_yaml(spec.canonical(), comment=resolved_comment("A training", versions()))
@@ -135,6 +143,10 @@ def start_ranks(
         arguments += ["--cache", str(cache)]
     if cache_capacity is not None:
         arguments += ["--cache-capacity", str(cache_capacity)]
+    if replay is not None:
+        arguments += ["--replay", str(replay)]
+    elif online is not None:
+        arguments += ["--online", str(online)]
     if mesh != "auto":
         arguments += ["--mesh", mesh]
     if fresh:
@@ -198,7 +210,14 @@ def _command(ranks: int, arguments: Sequence[str]) -> list[str]:
     )
 
 
-def _refuse_other(out: Path, spec: Any, dataset_id: str, *, fresh: bool) -> None:
+def _refuse_other(
+    out: Path,
+    spec: Any,
+    dataset_id: str,
+    *,
+    fresh: bool,
+    arriving: tuple[Path | None, Path | None] = (None, None),
+) -> None:
     """Say at once, without starting anything, that the folder belongs to another training."""
     path = out / "train.json"
     if fresh or not path.exists():
@@ -212,6 +231,15 @@ def _refuse_other(out: Path, spec: Any, dataset_id: str, *, fresh: bool) -> None
     difference = spec_difference(with_defaults(before.get("spec", {})), spec.canonical())
     if before.get("dataset_id") != dataset_id:
         difference.insert(0, f"data set: {before.get('dataset_id')} -> {dataset_id}")
+    if arriving != (None, None) or before.get("online") is not None:
+        from exitwave.train.online import read_online
+
+        online = read_online(*arriving)
+        then, now = before.get("online"), None if online is None else online.identity()
+        if (then is None) != (now is None):
+            difference.append(f"--online: {'with' if then else 'without'} -> {'with' if now else 'without'}")
+        else:
+            difference += spec_difference(then or {}, now or {}, "online.")
     if difference:
         lines = "\n  ".join(difference)
         raise UsageError(

@@ -85,14 +85,17 @@ def run_pipeline(
     ranks: int | None,
     fresh: bool,
     overrides: Sequence[str],
+    online: bool = False,
 ) -> dict[str, Any]:
-    """Do what is left to do; returns what came of it."""
+    """Do what is left to do; returns what came of it. `online`: train while the campaign runs."""
     document, spec = read_pipeline(path, overrides)
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: this is a file; --out names a folder.")
     began = time.monotonic()
     planned = plan_campaign(document, spec.campaign, ("campaign",), session=session)
     planned = dataclasses.replace(planned, section=spec.cluster)
+    if online:
+        _refuse_unfit_for_online(spec, planned)
     _refuse_foreign(out)
     with locked(out):
         resumed = _claim(out, spec, fresh=fresh)
@@ -101,11 +104,14 @@ def run_pipeline(
         if resumed:
             session.note(f"Going on with {out}: what is done already is not done again.")
         with session.progress() as feed:
-            line = _Line(session=session, log=log, feed=feed, out=out, spec=spec, planned=planned)
+            line = _Line(session=session, log=log, feed=feed, out=out, spec=spec, planned=planned, online=online)
             where = cluster or spec.cluster.kind, planned.workers_on(cluster or spec.cluster.kind, workers)
-            failed = line.simulate(*where) if spec.adaptive is None else line.rounds(*where, ranks or spec.ranks)
-            line.stage()
-            line.train(ranks or spec.ranks)
+            if online:
+                failed = line.side_by_side(*where, ranks or spec.ranks)
+            else:
+                failed = line.simulate(*where) if spec.adaptive is None else line.rounds(*where, ranks or spec.ranks)
+                line.stage()
+                line.train(ranks or spec.ranks)
             line.judge()
             metrics = line.evaluate()
         report = line.report()
@@ -124,6 +130,7 @@ class _Line:
     out: Path
     spec: PipelineSpec
     planned: Planned
+    online: bool = False
 
     @property
     def dataset(self) -> Path:
@@ -152,6 +159,31 @@ class _Line:
                 self.session, self.planned, self.dataset, cluster=cluster, workers=workers, feed=self.feed
             )
         return int(result.failed)
+
+    def side_by_side(self, cluster: str, workers: int | None, ranks: int) -> int:
+        """Simulation and training at once; returns how many shards failed for good."""
+        from exitwave.workflows.online import OnlineRun
+        from exitwave.workflows.online_spec import OnlineSection
+
+        tasks = {task.shard_id for task in self.planned.plan.tasks}
+        simulated = _committed(self.dataset, tasks) == len(tasks)
+        if simulated:
+            self._skip("simulate", f"all {self.planned.plan.n_samples} samples are committed")
+        trained = _trained(self.run, self.spec.train)
+        if trained:
+            self._skip("train", "the model is trained")
+        self._skip("stage", "online, shards are read where they are written")
+        both = OnlineRun(
+            session=self.session,
+            planned=self.planned,
+            spec=self.spec.train,
+            section=self.spec.online or OnlineSection(),
+            dataset=self.dataset,
+            folder=self.run,
+            feed=self.feed,
+            part=self._part,
+        )
+        return both.run(cluster=cluster, workers=workers, ranks=ranks, simulated=simulated, trained=trained)
 
     def rounds(self, cluster: str, workers: int | None, ranks: int) -> int:
         """An adaptive campaign, round by round; returns how many shards failed for good."""
@@ -221,7 +253,8 @@ class _Line:
                 self._skip("evaluate", f"the metrics of split {split} are there")
             else:
                 with self._part("evaluate"):
-                    metrics = evaluate_run(self.session, self.run, self.dataset, split=split, cache=self.out / "cache")
+                    cache = None if self.online else self.out / "cache"
+                    metrics = evaluate_run(self.session, self.run, self.dataset, split=split, cache=cache)
         return metrics
 
     def report(self) -> Path:
@@ -250,6 +283,17 @@ class _Line:
             raise
         finally:
             self.log.emit(ended, part=part, seconds=round(time.monotonic() - began, 3))
+
+
+def _refuse_unfit_for_online(spec: PipelineSpec, planned: Planned) -> None:
+    """UsageError, before anything is made, for a pipeline whose training cannot begin early."""
+    from exitwave.train.online import refuse_unfit
+    from exitwave.workflows.online_spec import OnlineSection, settings_of
+
+    if spec.adaptive is not None:
+        raise UsageError("--online: the rounds of an adaptive campaign are trained between, not beside; leave one out")
+    refuse_unfit(spec.train)
+    settings_of(spec.online or OnlineSection(), planned.plan, spec.train)
 
 
 def _committed(dataset: Path, wanted: set[str]) -> int:

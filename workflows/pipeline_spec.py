@@ -19,6 +19,7 @@ from exitwave.simulate.spec import CampaignSpec
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.adaptive_spec import AdaptiveSection, conflict
 from exitwave.workflows.config import Document, apply_overrides, parse_bytes, validate
+from exitwave.workflows.online_spec import OnlineSection
 
 __all__ = ["PipelineSections", "PipelineSpec", "read_sections"]
 
@@ -86,6 +87,7 @@ class PipelineSections(StrictModel):
     ranks: int = Field(default=1, ge=1, le=100_000)
     evaluate: EvaluateSection = EvaluateSection()
     adaptive: AdaptiveSection | None = None
+    online: OnlineSection | None = None
 
     @model_validator(mode="after")
     def _steerable(self) -> PipelineSections:

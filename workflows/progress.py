@@ -142,6 +142,11 @@ class ProgressState:
         bar.finished = bar.total is not None and bar.done >= bar.total
         return bar
 
+    def _on_train_waiting(self, event: Event, now: float) -> Bar:
+        bar = self._bar("train", "train", "steps")
+        bar.detail = f"waits for the first {event.get('samples', '?')} samples"
+        return bar
+
     def _on_train_started(self, event: Event, now: float) -> Bar:
         total = float(event.get("total_steps") or 0) or None
         self.bars["train"] = bar = Bar(label="train", unit="steps", total=total)

@@ -18,6 +18,7 @@ from exitwave.workflows.tables import status_table
 __all__ = ["dataset_of", "failures_of", "show_status", "status_document", "watch_status"]
 
 _EVERY_S = 1.0
+_STAGED = {"finished": "done", "skipped": "not needed"}  # online, shards are read where they are written
 
 
 def dataset_of(folder: Path) -> tuple[Path, Path | None]:
@@ -114,7 +115,7 @@ def _stages(run: Path, *, whole: bool) -> dict[str, str]:
     stages = {"simulate": "done" if whole else "not finished"}
     parts = [e for e in read_events(run / "events.jsonl") if e["kind"].startswith("part_")]
     last = {e["part"]: e["kind"].removeprefix("part_") for e in parts}
-    stages["stage"] = "done" if last.get("stage") == "finished" else "not finished"
+    stages["stage"] = _STAGED.get(last.get("stage", ""), "not finished")
     stages["train"] = _training(train)
     stages["evaluate"] = "done" if (train / "metrics.json").exists() else "not yet"
     stages["report"] = str(run / "report.html") if (run / "report.html").exists() else "not yet"

@@ -131,6 +131,7 @@ def test_the_end_of_a_campaign_ends_the_wait(tmp_path):
     assert run(root, out).step == 24, "four samples of 32, and no more will come: they must do"
 
 
+@pytest.mark.long
 def test_a_stop_while_waiting_for_more_leaves_a_checkpoint(done, tmp_path):
     root = begin(tmp_path / "data")
     commit(root, range(3))

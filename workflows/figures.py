@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["curve_png", "image_png", "nice_length", "shared_limits"]
+__all__ = ["curve_png", "heat_png", "image_png", "nice_length", "shared_limits"]
 
 Array = npt.NDArray[Any]
 _GREY = "#7a828e"
@@ -149,6 +149,39 @@ def curve_png(
     for side in ("left", "bottom"):
         axes.spines[side].set_color(_GREY)
     axes.legend(frameon=False, fontsize=9.5, labelcolor=_GREY)
+    return _data_uri(figure)
+
+
+def heat_png(
+    values: Array, *, rows: Sequence[str], columns: Sequence[str], limits: tuple[float, float], log: bool = False
+) -> str:
+    """A table (rows, columns) as colours with its numbers written in, as a data URI; NaN stays empty.
+
+    `log`: colours by the logarithm, so that twice and half are equally far from one; blue is less, red is more.
+    """
+    from matplotlib.colors import LogNorm, Normalize
+
+    values = np.asarray(values, dtype=float)
+    width = 1.9 + 0.75 * len(columns)
+    figure = _figure(width, 0.5 + 0.24 * len(rows))
+    low, high = limits
+    axes = figure.add_axes((1.8 / width, 0.02, 1 - 1.85 / width, 1 - 0.45 / (0.5 + 0.24 * len(rows))))
+    norm = LogNorm(low, high) if log else Normalize(low, high)
+    axes.imshow(values, cmap="RdBu_r" if log else "viridis", norm=norm, aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            part = float(norm(value))
+            dark = part < 0.15 or part > 0.85 if log else part < 0.55
+            axes.text(
+                column, row, f"{value:.2g}", ha="center", va="center", fontsize=8, color="white" if dark else "black"
+            )
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.xaxis.tick_top()
+    axes.tick_params(colors=_GREY, labelsize=8, length=0)
+    axes.patch.set_alpha(0)
+    for side in axes.spines.values():
+        side.set_visible(False)
     return _data_uri(figure)
 
 

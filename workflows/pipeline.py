@@ -181,7 +181,10 @@ class _Line:
         if self.spec.adaptive is not None:
             from exitwave.workflows.adaptive import FOLDER, judge_final
 
-            judge_final(self.dataset, self.out / FOLDER, self.run, self.spec.adaptive, self.spec.train)
+            assert isinstance(self.planned.plan, Plan)
+            judge_final(
+                self.planned.plan, self.dataset, self.out / FOLDER, self.run, self.spec.adaptive, self.spec.train
+            )
 
     def stage(self) -> None:
         choices = StageChoices(mode=self.spec.stage.mode, capacity_bytes=self.capacity)

@@ -11,6 +11,8 @@ import argparse
 import json
 import os
 import platform
+import signal
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +25,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # in order: the scheduler and the workers end, too
     with tempfile.TemporaryDirectory(prefix="exitwave-bench-") as folder:
         found = run_many(Path(folder), tasks=arguments.tasks, workers=arguments.workers)
     rows = [

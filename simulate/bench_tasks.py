@@ -7,9 +7,12 @@ to the manifest. Scheduler and workers are processes of their own, so that each 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import math
+import signal
 import socket
 import statistics
 import subprocess
@@ -41,6 +44,7 @@ from exitwave.simulate.worker import run_guarded_call
 
 __all__ = ["ManyTasks", "run_many"]
 
+_PR_SET_PDEATHSIG = 1
 _SAMPLES = 8
 _BYTES = 1_000_000
 _FIELD = FieldSpec(name="nothing", dtype="<f4", shape=(1,), axes=("x",), unit="", meaning="nothing")
@@ -146,13 +150,15 @@ class _Loop(CampaignLoop):
         self.cluster.submit(task.task_id, _guarded_nothing, task, folder, self.limits)
 
     def _commit(self, task: CampaignTask, receipt: Mapping[str, Any]) -> None:
-        self.lease.check()
         self._note(task, receipt, shard_id=task.shard_id, n=_SAMPLES, nbytes=_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManyTasks:
-    """What was measured. Memory in bytes (resident set), each row: share done, controller, scheduler, status (s)."""
+    """What was measured. Memory in bytes (resident set), each row: share done, controller, scheduler, status (s).
+
+    `cpu_ms_per_task`: of controller, scheduler, and all workers with the processes of their tasks.
+    """
 
     tasks: int
     seconds: float
@@ -161,6 +167,7 @@ class ManyTasks:
     scheduler_growth: int
     status_s: float
     command_s: float
+    cpu_ms_per_task: Mapping[str, float]
     rows: tuple[tuple[float, int, int, float], ...]
 
 
@@ -186,13 +193,14 @@ def run_many(folder: Path, *, tasks: int, workers: int, every_s: float = 5.0, co
         joined = (address, "--nthreads", "1", "--no-dashboard", "--local-directory", str(folder))
         processes += [_start(folder, "distributed.cli.dask_worker", *joined) for _ in range(workers)]
         _await_workers(address, workers)
-        return _measure(folder / "data", address, scheduler.pid, tasks, every_s, commands)
+        return _measure(folder / "data", address, [process.pid for process in processes], tasks, every_s, commands)
     finally:
         for process in reversed(processes):
             _end(process)
 
 
-def _measure(dataset: Path, address: str, scheduler: int, tasks: int, every_s: float, commands: int) -> ManyTasks:
+def _measure(dataset: Path, address: str, pids: list[int], tasks: int, every_s: float, commands: int) -> ManyTasks:
+    """`pids`: of the scheduler, then of the workers."""
     plan = _Plan(tasks=tuple(_Task(index=i) for i in range(tasks)))
     cluster = make_cluster(address)
     make_folder(dataset)
@@ -207,12 +215,13 @@ def _measure(dataset: Path, address: str, scheduler: int, tasks: int, every_s: f
         with ManifestWriter(dataset, epoch=lease.epoch) as manifest, live:
             loop = _Loop(plan, dataset, cluster, log, manifest, threading.Event(), Patience(), lease)
             watch = threading.Thread(
-                target=_watch, args=(loop, tasks, scheduler, every_s, commands, ended, rows, command_s), daemon=True
+                target=_watch, args=(loop, tasks, pids[0], every_s, commands, ended, rows, command_s), daemon=True
             )
             watch.start()
-            began = time.perf_counter()
+            spent, began = _spent(pids), time.perf_counter()
             result = loop.execute()
             seconds = time.perf_counter() - began
+            spent = {who: 1000 * (now - spent[who]) / tasks for who, now in _spent(pids).items()}
             ended.set()
             watch.join()
     assert result.committed == tasks, result
@@ -226,6 +235,7 @@ def _measure(dataset: Path, address: str, scheduler: int, tasks: int, every_s: f
         scheduler_growth=max(row[2] for row in late or rows) - first[2],
         status_s=round(max(row[3] for row in rows), 4),
         command_s=round(statistics.median(command_s), 3) if command_s else math.nan,
+        cpu_ms_per_task={who: round(value, 3) for who, value in spent.items()},
         rows=tuple(rows),
     )
 
@@ -258,10 +268,29 @@ def _watch(
             command_s.append(time.perf_counter() - began)
 
 
+def _spent(pids: Sequence[int]) -> dict[str, float]:
+    """Seconds of processor time so far."""
+    seconds = {"controller": time.process_time(), "scheduler": 0.0, "workers": 0.0}
+    for number, pid in enumerate(pids):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            used = each.cpu_times()
+            seconds["workers" if number else "scheduler"] += used.user + used.system
+    return seconds
+
+
 def _start(folder: Path, *command: str) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("ab") as log:
-        return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_us
+        )
+
+
+def _die_with_us() -> None:
+    """In the child: end when this process ends, however that happens, prctl(2)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _address(path: Path, process: subprocess.Popen[bytes]) -> str:

@@ -7,6 +7,7 @@ grows with what was done: tasks that wait, those in the window, and the few that
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import socket
 import threading
@@ -33,12 +34,16 @@ from exitwave.simulate.work import CampaignPlan, CampaignTask
 from exitwave.simulate.worker import run_guarded, run_task
 from exitwave.simulate.worker_guard import Limits
 
-__all__ = ["CampaignLoop", "CampaignResult", "Listener"]
+__all__ = ["CampaignLoop", "CampaignResult", "Listener", "window"]
 
 Listener = Callable[[dict[str, Any]], None]
 
 _LOOK_EVERY_S = 1.0  # for commands and for stalled tasks
+_CHECK_EVERY_S = 0.05  # the lease
 _SILENCES = 36
+_LEAST, _MOST = 4, 32
+_HELD_S = 0.25  # of work that a worker has before it, where its tasks are very short
+_GATHER_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +88,9 @@ class CampaignLoop:
         self.failed = [t for t in left if self._history(t).failed is not None]
         self.todo: deque[CampaignTask] = deque(t for t in left if self._history(t).failed is None)
         self.running: dict[str, CampaignTask] = {}
-        self.heard = self.looked = 0.0
-        self.silences = self.workers = 0
+        self.heard = self.looked = self.checked = 0.0
+        self.silences = self.workers = self.ended = 0
+        self.window = window(0.0)  # tasks for each worker
         self.changed = False  # the plan: a task fell apart
         self.limits = Limits(seconds=self._task_seconds(), memory_bytes=patience.task_memory_bytes)
 
@@ -166,8 +172,9 @@ class CampaignLoop:
                 self._drain()
             for task in begun:
                 self._hand_over(task, str(self.dataset.absolute()))
-            if time.monotonic() - self.looked >= _LOOK_EVERY_S:
+            if (passed := time.monotonic() - self.looked) >= _LOOK_EVERY_S:
                 self.looked = time.monotonic()
+                self.window, self.ended = window(self.ended / passed / self.cluster.n_workers), 0
                 self._obey(read_commands(self.dataset))
                 self._watch()
                 if self.cluster.n_workers != self.workers:
@@ -176,7 +183,10 @@ class CampaignLoop:
                 self.index.flush()
                 if self.changed:
                     self._write_down()
+            if self.window > _LEAST:  # short tasks, and enough of them with the workers: several for one sync
+                time.sleep(_GATHER_S)
             outcomes = self.cluster.wait(0.25)
+            self.ended += len(outcomes)
             if outcomes:
                 self.heard, self.silences = time.monotonic(), 0
 
@@ -200,7 +210,7 @@ class CampaignLoop:
     def _begin(self) -> list[CampaignTask]:
         """Tasks for the room in the window. Workers come and go: the window follows them."""
         begun = []
-        while self.todo and len(self.running) < 4 * self.cluster.n_workers:
+        while self.todo and len(self.running) < self.window * self.cluster.n_workers:
             task = self.todo.popleft()
             history = self._history(task).begun()
             self.histories[task.task_id] = history
@@ -220,7 +230,9 @@ class CampaignLoop:
         task = self.running.pop(outcome.key, None)
         if task is None:
             return
-        self.lease.check()
+        if time.monotonic() - self.checked > _CHECK_EVERY_S:  # and each line of the manifest is fenced by itself
+            self.lease.check()
+            self.checked = time.monotonic()
         if outcome.kind == "ok" and "failed" not in outcome.result:
             self._commit(task, outcome.result)
             return
@@ -410,6 +422,14 @@ class CampaignLoop:
             f"the disk of {self.dataset} is full ({why}): {left} shards are left and need about {size(needed)}, "
             f"{size(free)} are free. Make room and give the same command again; it resumes"
         )
+
+
+def window(per_second: float) -> int:
+    """How many tasks for each worker are handed out at a time, where one of them ends so many a second.
+
+    Four, so that none waits for the controller; more where tasks are so short that four of them end before it is back.
+    """
+    return max(_LEAST, min(_MOST, math.ceil(_HELD_S * per_second)))
 
 
 def _samples(tasks: list[CampaignTask]) -> int:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import dask
 import distributed
 
 from exitwave.ingest.errors import InterruptedRunError, UsageError
@@ -31,6 +32,8 @@ _MEMORY_TOPIC = "worker-restart-memory"  # distributed's nannies write there bef
 _TRY_S = 2.0  # one attempt to connect again
 _LOOK_S = 1.0  # how often the scheduler is asked who is there and what runs
 _RESTART_S = 20.0
+# Each connection keeps its last messages for developers, tasks and all: by default 1,000 of them.
+_FEW_LOGS = {"distributed.admin.low-level-log-length": 32}
 
 
 class DaskCluster:
@@ -49,6 +52,7 @@ class DaskCluster:
         self._scheduler_id = ""
         self._work: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
         self._futures: dict[str, Any] = {}
+        self._released: list[Any] = []
         self._ended: list[Outcome] = []
         self._seen: dict[str, float] = {}
         self._workers = 0
@@ -88,8 +92,9 @@ class DaskCluster:
         return False
 
     def start(self, simulator: str) -> None:
-        self._launch()
-        client = self._connect_first()
+        with dask.config.set(_FEW_LOGS):
+            self._launch()
+            client = self._connect_first()
         try:
             self._refuse_other_versions(client)
             self._plugin = PrepareWorker(simulator, own_versions(), own_group=self.own_group, margin_s=self.margin_s)
@@ -99,14 +104,14 @@ class DaskCluster:
             raise
 
     def submit(self, key: str, function: Callable[..., Any], *args: Any) -> None:
-        self._work[key] = (function, args)
-        if self._client is not None:
-            self._hand_over(key)
+        self._work[key] = (function, args)  # handed over by the next `wait`, all that came until then at once
 
     def wait(self, timeout_s: float) -> list[Outcome]:
         if self._client is None:
             self._come_back(timeout_s)
-        elif self._futures and not self._ended:
+        else:
+            self._hand_over()
+        if self._client is not None and self._futures and not self._ended:
             lost = (distributed.TimeoutError, TimeoutError, distributed.CancelledError)
             with self._client.as_current(), contextlib.suppress(*lost):
                 distributed.wait(list(self._futures.values()), timeout=timeout_s, return_when="FIRST_COMPLETED")
@@ -137,6 +142,7 @@ class DaskCluster:
 
     def close(self) -> None:
         self._forget(list(self._work))
+        self._release()
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(Exception):
@@ -174,9 +180,7 @@ class DaskCluster:
         self._client, self._lost_since, self._looked = client, None, 0.0
         self.dashboard_link = client.dashboard_link
         self._look()
-        for key in list(self._work):
-            if key not in self._futures and self._client is not None:
-                self._hand_over(key)
+        self._hand_over()
 
     def _gone(self, error: BaseException | None = None) -> bool:
         """Whether the scheduler is lost; then everything that was with it has ended."""
@@ -196,6 +200,7 @@ class DaskCluster:
         self._losses_so_far += 1
         for key in list(self._futures):
             self._end(Outcome(key=key, kind="lost", error=why, seconds=now - self._seen.get(key, now)))
+        self._released.clear()
         # A client without a scheduler may take its time to close.
         threading.Thread(target=_close_quietly, args=(client,), daemon=True).start()
 
@@ -217,7 +222,8 @@ class DaskCluster:
             return
         self._tried = now
         try:
-            client = self._connect(_TRY_S)
+            with dask.config.set(_FEW_LOGS):
+                client = self._connect(_TRY_S)
         except (OSError, TimeoutError, ValueError):
             return
         try:
@@ -252,18 +258,32 @@ class DaskCluster:
 
     # --- tasks
 
-    def _hand_over(self, key: str) -> None:
+    def _hand_over(self) -> None:
+        """Whatever waits goes to the scheduler in one message: one for each task costs both sides far more."""
+        if len(self._work) == len(self._futures):
+            self._release()
+            return
+        calls: dict[str, bytes] = {}
+        for key in [key for key in self._work if key not in self._futures]:
+            try:
+                # Packed here: to the scheduler it is mere bytes, and one that cannot be unpacked harms no other.
+                calls[key] = distributed.protocol.pickle.dumps(self._work[key])
+            except Exception as error:
+                told = f"the task cannot travel to a worker: {describe(error.__cause__ or error)}"
+                self._end(Outcome(key=key, kind="error", error=told))
         # A key that was used before would give the earlier result: each submission has its own. All share one prefix,
         # by which the scheduler sees that they are of one kind and keeps them queued instead of handing them all out
         # at once: a dying worker then takes few of them along.
-        function, args = self._work[key]
-        dask_key = ("exitwave-task", f"{key}-{time.time_ns()}")
+        now = time.time_ns()
+        keys = [("exitwave-task", f"{key}-{now}") for key in calls]
         try:
-            self._futures[key] = self._client.submit(attempt, function, *args, key=dask_key, pure=False, retries=0)
+            futures = self._client.map(_attempt, list(calls.values()), key=keys, pure=False, retries=0)
         except Exception as error:
             if not self._gone(error):
-                told = f"the task cannot travel to a worker: {describe(error.__cause__ or error)}"
-                self._end(Outcome(key=key, kind="error", error=told))
+                raise
+            return
+        self._futures.update(zip(calls, futures, strict=True))
+        self._release()
 
     def _end(self, outcome: Outcome) -> None:
         self._forget([outcome.key])
@@ -275,9 +295,16 @@ class DaskCluster:
             self._seen.pop(key, None)
             future = self._futures.pop(key, None)
             if future is not None:
-                with contextlib.suppress(Exception):
-                    future.release()
+                self._released.append(future)
         return keys
+
+    def _release(self) -> None:
+        """After others were handed over: of a kind of task that it has none of any more, the scheduler begins a new
+        record when the next comes, and keeps the old."""
+        for future in self._released:
+            with contextlib.suppress(Exception):
+                future.release()
+        self._released.clear()
 
     def _gather(self, keys: list[str]) -> None:
         """The outcomes of tasks that are done, by one question for all; where it fails, `_take` asks for each."""
@@ -362,6 +389,16 @@ class DaskCluster:
         """Nannies start a new process in the place of each; a worker without a nanny goes on with what it does."""
         with contextlib.suppress(ValueError):  # no nanny
             self._client.restart_workers(workers, timeout=_RESTART_S, raise_for_error=False)
+
+
+def _attempt(call: bytes) -> dict[str, Any]:
+    """In the worker: unpack a call, and report how it ended."""
+    return attempt(_called, call)
+
+
+def _called(call: bytes) -> Any:
+    function, args = distributed.protocol.pickle.loads(call)
+    return function(*args)
 
 
 def _limit(worker: Any) -> str:

@@ -59,7 +59,8 @@ _OURS = (
     "dataset",
     "pipeline.yaml",
 )  # the identity goes last
-_WHERE_NOT_WHAT = ("cluster", "ranks", "stage")  # where and with how many processes: may change between attempts
+# where, with how many processes, another verb: may change between attempts
+_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "launch", "tune")
 
 
 def read_pipeline(path: Path, overrides: Sequence[str] = ()) -> tuple[Document, PipelineSpec]:

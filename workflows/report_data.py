@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AdaptiveFacts", "Example", "ReportData", "headline", "number", "verdict"]
+__all__ = ["AdaptiveFacts", "Example", "Picture", "ReportData", "StudyView", "headline", "number", "verdict"]
 
 Array = npt.NDArray[Any]
 
@@ -51,11 +51,32 @@ class AdaptiveFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A drawing under a heading. `src`: a data URI; `alt`: what it shows, in words; `note`: how to read it."""
+
+    heading: str
+    src: str
+    alt: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyView:
+    """A search: its trials as a table, the best first, and its drawings. A row: (state, cells); `keys` are heads."""
+
+    keys: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+    pictures: Sequence[Picture]
+    metric: str
+    importance: Sequence[tuple[str, str, str]] = ()  # key, per cent, width of its bar in per cent
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportData:
     """Everything that the page shows; what there is none of stays empty."""
 
     title: str
-    kind: str  # "run" or "dataset"
+    kind: str  # "run", "dataset" or "study"
     sentence: str
     good: bool | None = None
     badge: str = ""
@@ -79,6 +100,7 @@ class ReportData:
     provenance: Sequence[tuple[str, str]] = ()
     configuration: str = ""
     adaptive: AdaptiveFacts | None = None
+    study: StudyView | None = None
 
 
 def number(value: Any, digits: int = 3) -> str:

@@ -38,6 +38,10 @@ def gather(folder: Path) -> ReportData:
     """What there is to say about `folder`. UsageError when it is neither a run nor a data set."""
     if (folder / "pipeline.yaml").exists():
         return _pipeline(folder)
+    if (folder / "tune.yaml").exists():
+        from exitwave.workflows.report_tune import gather_study
+
+        return gather_study(folder)
     if (folder / "train.json").exists():
         return _training(folder)
     if (folder / MANIFEST_NAME).exists():

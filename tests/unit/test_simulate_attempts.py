@@ -10,6 +10,7 @@ import pytest
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.attempts import CLASSES, Failure, History, is_final, is_own, overdue_s, replay_histories
+from exitwave.simulate.campaign_loop import window
 from exitwave.simulate.commands import read_commands, write_command
 
 
@@ -134,3 +135,8 @@ def test_what_is_no_command_says_why(tmp_path: Path, content: str, why: str) -> 
 
 def test_the_classes_are_those_of_the_contract() -> None:
     assert CLASSES == ("error", "memory", "timeout", "killed")
+
+
+def test_the_window_follows_the_pace() -> None:
+    """Four tasks a worker as long as they last; a quarter of a second of them, at most 32, where they are shorter."""
+    assert [window(rate) for rate in (0.0, 0.01, 16.0, 100.0, 1e6)] == [4, 4, 4, 25, 32]

@@ -17,7 +17,7 @@ from typing import Any
 
 from exitwave.ingest.files import disk_full_means_interrupted
 
-__all__ = ["EventLog", "read_events", "read_events_from"]
+__all__ = ["EventLog", "read_events", "read_events_from", "read_new_events"]
 
 
 class EventLog:
@@ -92,8 +92,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def read_events_from(path: Path, offset: int) -> list[dict[str, Any]]:
     """The whole events that begin at or after byte `offset`, which is the end of some earlier one."""
+    return read_new_events(path, offset)[0]
+
+
+def read_new_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """As `read_events_from`, and the byte at which the next event will begin: for one who comes again."""
     if not path.exists():
-        return []
+        return [], 0
     with path.open("rb") as file:
         file.seek(offset)
         data = file.read()
@@ -105,4 +110,4 @@ def read_events_from(path: Path, offset: int) -> list[dict[str, Any]]:
             continue
         if isinstance(event, dict) and "kind" in event:
             events.append(event)
-    return events
+    return events, offset + data.rfind(b"\n") + 1

@@ -48,9 +48,11 @@ def run_campaign(
     listeners: Sequence[Listener] = (),
     stop: threading.Event | None = None,
     patience: Patience | None = None,
+    live: LiveStatus | None = None,
     order: Callable[[CampaignTask], Any] | None = None,
 ) -> CampaignResult:
-    """Simulate what `dataset` lacks of `plan`. `cluster` is started and closed here. `order`: what tasks are sorted by
+    """Simulate what `dataset` lacks of `plan`. `cluster` is started and closed here; where the caller's `live` shows
+    more than the campaign, the scheduler with its page remains until `live` ends. `order`: what tasks are sorted by
     before they are handed out; by default they come as planned.
 
     Raises UsageError (another campaign's data set, another controller at work, a file in the way), InterruptedRunError
@@ -62,12 +64,15 @@ def run_campaign(
         fresh = not (dataset / MANIFEST_NAME).exists()
         lay_out(plan, dataset)
         log = EventLog(dataset / EVENTS_NAME)
-        live = LiveStatus(dataset, epoch=lease.epoch, publish=cluster.publish)
-        log.listeners.extend([*listeners, live.feed])
-        with ManifestWriter(dataset, epoch=lease.epoch) as manifest, live:
+        kept = live is not None
+        shown = live or LiveStatus(dataset)
+        shown.attach(epoch=lease.epoch, publish=cluster.publish, close=cluster.close if kept else None)
+        log.listeners.extend([*listeners, shown.feed])
+        with ManifestWriter(dataset, epoch=lease.epoch) as manifest, contextlib.nullcontext() if kept else shown:
             loop = CampaignLoop(
-                plan, dataset, cluster, log, manifest, stop or threading.Event(), patience or Patience(), lease, order
-            )
+                plan, dataset, cluster, log, manifest, stop or threading.Event(), patience or Patience(), lease,
+                keep_page=kept, order=order,
+            )  # fmt: skip
             try:
                 return loop.execute()
             except UsageError:  # no cluster there: nothing began

@@ -28,6 +28,7 @@ from exitwave.ingest.errors import ExitwaveError
 from exitwave.ingest.files import write_atomic
 from exitwave.ingest.growing import BACKPRESSURE_NAME
 from exitwave.ingest.manifest import MANIFEST_NAME
+from exitwave.simulate.live import LiveStatus
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, run_planned, tell_warnings
 from exitwave.workflows.launch import locked, make_folder, start_ranks
@@ -63,6 +64,7 @@ class OnlineRun:
     dataset: Path
     folder: Path
     feed: Feed
+    live: LiveStatus
     part: Callable[[str], AbstractContextManager[None]]
     failed: int = 0
     _error: BaseException | None = None
@@ -115,7 +117,7 @@ class OnlineRun:
             with self.part("simulate"):
                 result = run_planned(
                     self.session, self.planned, self.dataset,
-                    cluster=cluster, workers=workers, feed=self.feed, order=order,
+                    cluster=cluster, workers=workers, feed=self.feed, live=self.live, order=order,
                 )  # fmt: skip
             self.failed = int(result.failed)
             write_atomic(mark, b"\n")
@@ -133,7 +135,7 @@ class OnlineRun:
             with self.part("train"), locked(self.folder):
                 start_ranks(
                     self.session, self.spec, self.dataset, self.folder,
-                    ranks=ranks, cache=None, fresh=False, feed=self.feed, online=self.folder / SETTINGS_NAME,
+                    ranks=ranks, cache=None, fresh=False, feed=self._tell, online=self.folder / SETTINGS_NAME,
                 )  # fmt: skip
         except ExitwaveError as error:
             if not self._ended.is_set() and not self.session.stop.is_set():
@@ -143,6 +145,10 @@ class OnlineRun:
             with contextlib.suppress(OSError):
                 (self.dataset / BACKPRESSURE_NAME).unlink(missing_ok=True)
         return None
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        self.feed(event)
+        self.live.feed(event)
 
     def _await_manifest(self) -> bool:
         """False when there will be none: the campaign was stopped or refused before it began."""

@@ -19,7 +19,7 @@ from exitwave.ingest.errors import InterruptedRunError
 from exitwave.workflows.interrupts import Interrupts
 from exitwave.workflows.progress import progress_view
 
-__all__ = ["Session", "json_text", "open_session"]
+__all__ = ["Session", "compact_json", "json_text", "open_session"]
 
 
 class Session:
@@ -92,6 +92,11 @@ def open_session(*, json: bool = False, quiet: bool = False, patient: bool = Fal
 def json_text(document: Any) -> str:
     """`document` as strict JSON: what is not a finite number becomes null, NumPy scalars become numbers."""
     return json.dumps(_plain(document), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def compact_json(document: Any) -> str:
+    """As `json_text`, on one line and without spaces: for the network."""
+    return json.dumps(_plain(document), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -11,9 +11,11 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
+from exitwave.workflows.adaptive_facts import adaptive_status
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.session import Session
 from exitwave.workflows.tables import status_table
+from exitwave.workflows.training_seen import FollowedTraining, TrainingSeen
 
 __all__ = ["dataset_of", "failures_of", "show_status", "status_document", "watch_status"]
 
@@ -51,8 +53,11 @@ def failures_of(folder: Path, *, states: Collection[str] = ()) -> list[dict[str,
     return campaign_failures(dataset, states=states)
 
 
-def status_document(folder: Path) -> dict[str, Any]:
-    """The contract's `status`, a sentence on who is at work (`state`), and for a RUN the parts of the line."""
+def status_document(folder: Path, *, training: TrainingSeen | None = None) -> dict[str, Any]:
+    """The contract's `status`, a sentence on who is at work (`state`), and for a RUN the parts of the line.
+
+    `training`: what a caller who comes again and again has seen of it already; else its log is read.
+    """
     from exitwave.simulate.state import campaign_status
 
     dataset, run = dataset_of(folder)
@@ -67,14 +72,18 @@ def status_document(folder: Path) -> dict[str, Any]:
             "cluster": None,
             "dashboard": None,
             "state": "nothing is committed yet",
-            "stages": _stages(run, whole=False),
+            "stages": _stages(run, training, whole=False),
         }
     if not (dataset / "plan.json").exists():
         return _made_of_others(dataset)
     document: dict[str, Any] = campaign_status(dataset)
     document["state"] = _state(document)
+    whole = document["samples"]["committed"] == document["samples"]["planned"]
+    if (steered := adaptive_status(dataset)) is not None:
+        document["adaptive"] = steered
+        whole = whole and steered["decided"] >= steered["rounds"]
     if run is not None:
-        document["stages"] = _stages(run, whole=document["samples"]["committed"] == document["samples"]["planned"])
+        document["stages"] = _stages(run, training, whole=whole)
     return document
 
 
@@ -109,30 +118,18 @@ def _state(document: dict[str, Any]) -> str:
     return "stopped: no controller holds the lease; the same `exitwave simulate` (or `run`) goes on"
 
 
-def _stages(run: Path, *, whole: bool) -> dict[str, str]:
+def _stages(run: Path, training: TrainingSeen | None, *, whole: bool) -> dict[str, str]:
     """What is done of a pipeline, each part from its own truth."""
     train = run / "train"
     stages = {"simulate": "done" if whole else "not finished"}
     parts = [e for e in read_events(run / "events.jsonl") if e["kind"].startswith("part_")]
     last = {e["part"]: e["kind"].removeprefix("part_") for e in parts}
     stages["stage"] = _STAGED.get(last.get("stage", ""), "not finished")
-    stages["train"] = _training(train)
+    done = (train / "model.pt").exists()
+    stages["train"] = "done" if done else (training or FollowedTraining(train).look()).words()
     stages["evaluate"] = "done" if (train / "metrics.json").exists() else "not yet"
     stages["report"] = str(run / "report.html") if (run / "report.html").exists() else "not yet"
     return stages
-
-
-def _training(train: Path) -> str:
-    if (train / "model.pt").exists():
-        return "done"
-    if not (train / "events.jsonl").exists():
-        return "not yet"
-    events = read_events(train / "events.jsonl")
-    total = next((e["total_steps"] for e in reversed(events) if e.get("total_steps")), None)
-    step = next((e for e in reversed(events) if e["kind"] == "train_step"), None)
-    if step is None:
-        return "started"
-    return f"step {step['step']}" + (f" of {total}" if total else "") + f", loss {float(step['loss']):.4g}"
 
 
 def show_status(session: Session, folder: Path) -> None:
@@ -147,7 +144,8 @@ def watch_status(session: Session, folder: Path) -> None:
     from rich.live import Live
 
     console = Console(highlight=False)
-    document = status_document(folder)
+    training = FollowedTraining(folder / "train")
+    document = status_document(folder, training=training.look())
     if not console.is_terminal:
         _watch_lines(session, folder)
         return
@@ -155,15 +153,16 @@ def watch_status(session: Session, folder: Path) -> None:
         while not _ended(document):
             if session.stop.wait(_EVERY_S):
                 return
-            document = status_document(folder)
+            document = status_document(folder, training=training.look())
             live.update(status_table(document), refresh=True)
 
 
 def _watch_lines(session: Session, folder: Path) -> None:
     """In a pipe: one JSON-free line when something changed."""
     before = ""
+    training = FollowedTraining(folder / "train")
     while True:
-        document = status_document(folder)
+        document = status_document(folder, training=training.look())
         samples = document["samples"]
         line = f"{samples['committed']} of {samples['planned']} samples, {document['state'].split(':')[0]}"
         key = json.dumps([samples, _ended(document)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -218,3 +219,77 @@ def test_an_unreadable_job_harms_no_other(tmp_path):
     os.mkdir(tmp_path / ".exitwave" / "jobs" / "empty")  # noqa: PTH102
     assert list(jobs.all()) == ["good"]
     assert Path(tmp_path / ".exitwave" / "jobs").stat().st_mode & 0o077 == 0
+
+
+# ----------------------------------------------------------------------------------------------------- what is seen
+
+
+def test_a_training_is_folded_once_and_steps_done_again_count_once(tmp_path, monkeypatch):
+    from exitwave.ingest.events import EventLog
+    from exitwave.workflows import training_seen
+
+    read: list[int] = []
+    whole = training_seen.read_new_events
+
+    def counted(path: Path, offset: int):
+        events, end = whole(path, offset)
+        read.append(len(events))
+        return events, end
+
+    monkeypatch.setattr(training_seen, "read_new_events", counted)
+    followed = training_seen.FollowedTraining(tmp_path)
+    assert followed.look().words() == "not yet"
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("train_started", step=0, total_steps=9)
+    assert followed.look().words() == "started"
+    for step in range(1, 6):
+        log.emit("train_step", step=step, loss=10.0 - step)
+    log.emit("train_eval", step=5, loss=4.0)
+    seen = followed.look()
+    assert (seen.words(), seen.curve[0], seen.curve[-1]) == ("step 5 of 9, loss 5", (1, 9.0), (5, 5.0))
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind": "train_step", "step": "torn')  # a crash; the next writer begins a fresh line
+    assert followed.look().last == (5, 5.0)
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("train_resumed", step=4, total_steps=9)
+    log.emit("train_step", step=5, loss=1.0)
+    seen = followed.look()
+    assert seen.curve == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0), (5, 1.0)] and seen.validation == []
+    assert followed.look() is seen and sum(read) == 9  # every event once, whoever asks
+    (tmp_path / "events.jsonl").unlink()
+    assert not followed.look().any
+
+
+def test_a_long_training_is_kept_short():
+    from exitwave.workflows.training_seen import TrainingSeen
+
+    seen = TrainingSeen()
+    for step in range(1, 50_002):
+        seen.feed({"kind": "train_step", "step": step, "loss": 1 / step})
+    steps = [step for step, _ in seen.curve]
+    assert steps[-1] == 50_001 and len(steps) <= 801 and steps == sorted(set(steps))
+    gaps = {b - a for a, b in itertools.pairwise(steps[:-1])}
+    assert max(gaps) <= 2 * min(gaps)
+
+
+def test_what_many_ask_for_is_made_once():
+    import threading
+
+    from exitwave.workflows.service.shared import Shared
+
+    made = []
+
+    def make(key: str) -> str:
+        made.append(key)
+        time.sleep(0.02)
+        return key.upper()
+
+    shared = Shared(make, for_s=30)
+    threads = [threading.Thread(target=shared.get, args=("a",)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == ["a"] and shared.fresh("a") == "A" and shared.fresh("b") is None
+    shared.forget("a")
+    assert shared.get("a") == "A" and made == ["a", "a"]

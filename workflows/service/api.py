@@ -17,7 +17,7 @@ from exitwave.ingest.errors import ExitwaveError
 from exitwave.workflows.config import dump_yaml
 from exitwave.workflows.service.live import TooManyError
 from exitwave.workflows.service.runs import Conflict, Runs
-from exitwave.workflows.session import json_text
+from exitwave.workflows.session import compact_json
 
 __all__ = ["router"]
 
@@ -69,7 +69,7 @@ def _runs(request: Request) -> Runs:
 
 
 def _document(data: Any, status: int = 200) -> Response:
-    return Response(json_text(data), status, media_type="application/json")
+    return Response(compact_json(data), status, media_type="application/json")
 
 
 def _missing(id: str) -> HTTPException:
@@ -116,10 +116,12 @@ async def submit(request: Request, submission: Submission) -> Response:
 @router.get("/api/runs/{id}", tags=["runs"], responses=_ERRORS)
 async def get_run(request: Request, id: RunId) -> JSONResponse:
     """Everything about one run: state, progress, parts, loss curve, metrics."""
+    runs = _runs(request)
     try:
-        return _document(await asyncio.to_thread(_runs(request).whole, id))  # type: ignore[return-value]
+        text = runs.fresh_text(id) or await asyncio.to_thread(runs.text, id)
     except LookupError:
         raise _missing(id) from None
+    return Response(text, media_type="application/json")  # type: ignore[return-value]
 
 
 @router.get(

@@ -6,21 +6,25 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError
-from exitwave.ingest.events import read_events
 from exitwave.workflows.service.catalogue import Place
 from exitwave.workflows.service.jobs import Job, Verdict
+from exitwave.workflows.training_seen import FollowedTraining, TrainingSeen
 
 __all__ = ["Facts", "how_far"]
 
 _TRUTHS = ("manifest.jsonl", "events.jsonl", "status.json", "train.json", "model.pt", "metrics.json", "report.html")
 _FRESH_S = 0.5
-_CURVE = 400  # points of a loss curve that is sent
+_STILL_S = 2.0
+_MOST_KEPT = 20_000
+_MOST_FOLLOWED = 64
 
 
 def how_far(place: Place | None) -> str:
@@ -43,28 +47,52 @@ def _signature(place: Place, names: tuple[str, ...]) -> tuple[tuple[int, int], .
 
 
 class Facts:
-    """Remembers answers until what they were read from changes, or (a lock says who runs) half a second is over."""
+    """Remembers answers until what they were read from changes, or (a lock says who runs) half a second is over.
+
+    Thread-safe. Events of a training are folded as they come, each once, however many ask.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, bool], tuple[Any, float, dict[str, Any]]] = {}
+        self._kept: dict[str, tuple[Any, float, dict[str, Any]]] = {}
+        self._followed: OrderedDict[str, FollowedTraining] = OrderedDict()
+        self._reading = threading.Lock()
 
     def short(self, place: Place, job: Job | None, verdict: Verdict | None) -> dict[str, Any]:
         """For a row of a list."""
-        return self._cached(place, verdict, whole=False) | _who(place, job, verdict)
+        return self._cached(place, verdict) | _who(place, job, verdict)
 
     def whole(self, place: Place, job: Job | None, verdict: Verdict | None) -> dict[str, Any]:
         """For the page of one run: with parts, loss curve, metrics."""
-        return self._cached(place, verdict, whole=True) | _who(place, job, verdict)
+        facts = self._cached(place, verdict) | _who(place, job, verdict)
+        if place.training is not None:
+            facts["metrics"] = _json(place.training / "metrics.json").get("metrics", {})
+            if "training" in facts:
+                with self._reading:
+                    seen = self._follow(place)
+                    facts["training"] = _training(seen) | {"curve": seen.curve, "validation": seen.validation}
+        return facts
 
-    def _cached(self, place: Place, verdict: Verdict | None, *, whole: bool) -> dict[str, Any]:
-        key, signature, now = (place.id, whole), (_signature(place, _TRUTHS), verdict), time.monotonic()
-        kept = self._kept.get(key)
-        still = kept is not None and kept[0] == signature
-        if kept is not None and now - kept[1] < (2.0 if still else _FRESH_S):
-            return dict(kept[2])
-        facts = _read(place, whole=whole)
-        self._kept[key] = (signature, now, facts)
-        return dict(facts)
+    def _cached(self, place: Place, verdict: Verdict | None) -> dict[str, Any]:
+        with self._reading:
+            signature, now = (_signature(place, _TRUTHS), verdict), time.monotonic()
+            kept = self._kept.get(place.id)
+            still = kept is not None and kept[0] == signature
+            if kept is not None and now - kept[1] < (_STILL_S if still else _FRESH_S):
+                return dict(kept[2])
+            facts = _read(place, self._follow(place))
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[place.id] = (signature, now, facts)
+            return dict(facts)
+
+    def _follow(self, place: Place) -> TrainingSeen:
+        if place.training is None:
+            return TrainingSeen()
+        followed = self._followed.pop(place.id, None) or FollowedTraining(place.training)
+        self._followed[place.id] = followed
+        if len(self._followed) > _MOST_FOLLOWED:
+            self._followed.popitem(last=False)
+        return followed.look()
 
 
 def _who(place: Place, job: Job | None, verdict: Verdict | None) -> dict[str, Any]:
@@ -74,22 +102,25 @@ def _who(place: Place, job: Job | None, verdict: Verdict | None) -> dict[str, An
     return facts
 
 
-def _read(place: Place, *, whole: bool) -> dict[str, Any]:
+def _read(place: Place, seen: TrainingSeen) -> dict[str, Any]:
     from exitwave.workflows.status import status_document
 
     facts: dict[str, Any] = {"updated": _updated(place), "report": (place.path / "report.html").is_file()}
     try:
-        status = status_document(place.path) if place.kind != "training" else {}
+        status = status_document(place.path, training=seen) if place.kind != "training" else {}
     except (ExitwaveError, OSError) as error:
         facts |= {"state": "unreadable", "why": str(error).splitlines()[0], "status": {}}
         return facts
     facts["status"] = status
     facts["state"], facts["why"] = _state(place, status)
-    if place.training is not None and (place.training / "events.jsonl").exists():
-        facts["training"] = _training(place.training, curve=whole)
-    if whole and place.training is not None:
-        facts["metrics"] = _json(place.training / "metrics.json").get("metrics", {})
+    if seen.any:
+        facts["training"] = _training(seen)
     return facts
+
+
+def _training(seen: TrainingSeen) -> dict[str, Any]:
+    step, loss = seen.last or (0, None)
+    return {"total_steps": seen.total_steps, "step": step, "loss": loss}
 
 
 def _state(place: Place, status: Mapping[str, Any]) -> tuple[str, str]:
@@ -109,19 +140,6 @@ def _state(place: Place, status: Mapping[str, Any]) -> tuple[str, str]:
 
 def _updated(place: Place) -> float:
     return max((mtime for mtime, _ in _signature(place, _TRUTHS)), default=0) / 1e9
-
-
-def _training(folder: Path, *, curve: bool) -> dict[str, Any]:
-    events = read_events(folder / "events.jsonl")
-    steps = [e for e in events if e["kind"] == "train_step" and "loss" in e]
-    total = next((e["total_steps"] for e in reversed(events) if e.get("total_steps")), None)
-    facts: dict[str, Any] = {"total_steps": total, "step": steps[-1].get("step", 0) if steps else 0}
-    facts["loss"] = steps[-1]["loss"] if steps else None
-    if curve:
-        every = max(1, len(steps) // _CURVE)
-        facts["curve"] = [[e.get("step", 0), e["loss"]] for e in [*steps[:-1:every], *steps[-1:]]]
-        facts["validation"] = [[e["step"], e["loss"]] for e in events if e["kind"] == "train_eval" and "loss" in e]
-    return facts
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -8,11 +8,8 @@ what it is sent loses the older ones only: each message is the whole truth.
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any
-
-from exitwave.workflows.session import json_text
 
 __all__ = ["Live", "TooManyError"]
 
@@ -28,22 +25,22 @@ class TooManyError(Exception):
 class Live:
     """Server-sent events of runs."""
 
-    def __init__(self, read: Callable[[str], dict[str, Any]]) -> None:
-        """`read(id)` gives a run's facts; it is called in threads. LookupError where the run has gone."""
+    def __init__(self, read: Callable[[str], str]) -> None:
+        """`read(id)` gives a run's facts as JSON on one line, or raises LookupError; it is called in threads."""
         self._read = read
-        self._watchers: dict[str, set[asyncio.Queue[str | None]]] = {}
-        self._latest: dict[str, str] = {}
+        self._watchers: dict[str, set[asyncio.Queue[bytes | None]]] = {}
+        self._latest: dict[str, bytes] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
     def watchers(self) -> int:
         return sum(len(queues) for queues in self._watchers.values())
 
-    async def watch(self, id: str) -> AsyncIterator[str]:
+    async def watch(self, id: str) -> AsyncIterator[bytes]:
         """The text of a `text/event-stream`, until the client leaves or the run is deleted."""
         if self.watchers >= _MOST_WATCHERS:
             raise TooManyError
-        queue: asyncio.Queue[str | None] = asyncio.Queue(maxsize=2)
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=2)
         self._watchers.setdefault(id, set()).add(queue)
         if id in self._latest:
             queue.put_nowait(self._latest[id])
@@ -52,14 +49,15 @@ class Live:
         try:
             while True:
                 try:
-                    data = await asyncio.wait_for(queue.get(), _ALIVE_S)
+                    async with asyncio.timeout(_ALIVE_S):
+                        event = await queue.get()
                 except TimeoutError:
-                    yield ": still here\n\n"
+                    yield b": still here\n\n"
                     continue
-                if data is None:
-                    yield "event: gone\ndata: {}\n\n"
+                if event is None:
+                    yield b"event: gone\ndata: {}\n\n"
                     return
-                yield f"event: run\ndata: {data}\n\n"
+                yield event
         finally:
             self._watchers[id].discard(queue)
             if not self._watchers[id]:
@@ -69,21 +67,23 @@ class Live:
         try:
             while id in self._watchers:
                 try:
-                    facts = await asyncio.to_thread(self._read, id)
+                    event = f"event: run\ndata: {await asyncio.to_thread(self._read, id)}\n\n".encode()
                 except LookupError:
                     self._tell(id, None)
                     return
-                data = json.dumps(json.loads(json_text(facts)), separators=(",", ":"))
-                if data != self._latest.get(id):
-                    self._latest[id] = data
-                    self._tell(id, data)
+                except Exception:  # a disk that hangs up, say: the next look may do better
+                    logging.getLogger("exitwave.service").exception("looking at %s failed; it is tried again", id)
+                else:
+                    if event != self._latest.get(id):
+                        self._latest[id] = event
+                        self._tell(id, event)
                 await asyncio.sleep(_LOOK_S)
         finally:
             self._tasks.pop(id, None)
             self._latest.pop(id, None)
 
-    def _tell(self, id: str, data: str | None) -> None:
+    def _tell(self, id: str, event: bytes | None) -> None:
         for queue in self._watchers.get(id, ()):
             if queue.full():
                 queue.get_nowait()
-            queue.put_nowait(data)
+            queue.put_nowait(event)

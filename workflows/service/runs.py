@@ -16,7 +16,9 @@ from exitwave.workflows.service.facts import Facts, how_far
 from exitwave.workflows.service.jobs import Job, Jobs, Verdict
 from exitwave.workflows.service.live import Live
 from exitwave.workflows.service.newest import newest_pictures
+from exitwave.workflows.service.shared import Shared
 from exitwave.workflows.service.submit import arguments_for, checked, write_new
+from exitwave.workflows.session import compact_json
 
 __all__ = ["Conflict", "Runs"]
 
@@ -33,8 +35,10 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.jobs = Jobs(root, lambda id: how_far(find_place(root, id)))
-        self.live = Live(self.whole)
+        self.live = Live(self.text)
         self._facts = Facts()
+        self._texts = Shared(lambda id: compact_json(self.whole(id)))
+        self._rows = Shared(lambda _: self._all_rows())
         self._changing = threading.Lock()
 
     def place(self, id: str) -> Place | None:
@@ -55,7 +59,11 @@ class Runs:
         return place
 
     def listed(self, offset: int, limit: int) -> dict[str, Any]:
-        """Rows of the newest first, and how many there are."""
+        """Rows of the newest first, and how many there are; at most half a second old."""
+        rows = self._rows.get("")
+        return {"runs": rows[offset : offset + limit], "total": len(rows)}
+
+    def _all_rows(self) -> list[dict[str, Any]]:
         jobs = self.jobs.all()
         places = {place.id: place for place in scan(self.root)}
         for id in jobs.keys() - places.keys():
@@ -63,7 +71,7 @@ class Runs:
                 places[id] = place
         rows = [self._short(place) for place in places.values()]
         rows.sort(key=lambda row: (-row["updated"], row["id"]))
-        return {"runs": rows[offset : offset + limit], "total": len(rows)}
+        return rows
 
     def _short(self, place: Place) -> dict[str, Any]:
         return self._facts.short(place, *self._judged(place.id))
@@ -81,6 +89,14 @@ class Runs:
             facts["why"] = last[0][:1000] if last else facts["why"]
         return facts
 
+    def text(self, id: str) -> str:
+        """`whole` as JSON, at most half a second old: made once, however many ask. Raises LookupError."""
+        return self._texts.get(id)
+
+    def fresh_text(self, id: str) -> str | None:
+        """`text` where it has been made already."""
+        return self._texts.fresh(id)
+
     def submit(self, name: str, text: str) -> dict[str, Any]:
         """Write the configuration and let it run. Raises UsageError for a bad one, Conflict for a name in use."""
         document = checked(text, name=name, root=self.root)
@@ -93,6 +109,8 @@ class Runs:
                 raise Conflict(str(error)) from None
             self.jobs.want(name, arguments_for(path, self.root / name, pipeline=is_pipeline(document)))
         self.jobs.reconcile()
+        self._texts.forget(name)
+        self._rows.forget("")
         return self.whole(name)
 
     def failures(self, id: str) -> Any:
@@ -139,6 +157,8 @@ class Runs:
                 if state not in _BUSY or state == "waiting":
                     self.jobs.want(id, self._arguments(place))
         self.jobs.reconcile()
+        self._texts.forget(id)
+        self._rows.forget("")
         return self.whole(id)
 
     def _arguments(self, place: Place) -> list[str]:

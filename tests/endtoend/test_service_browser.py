@@ -46,14 +46,15 @@ def wait(true, seconds: float = 60.0) -> None:
 def click(driver: Any, selector: str) -> None:
     wait(
         lambda: driver.execute_script(
-            "const b = document.querySelector(arguments[0]); return b && !b.disabled", selector
+            "const b = document.querySelector(arguments[0]); return b && !b.disabled && b.offsetParent", selector
         )
     )
     driver.find_element("css selector", selector).click()
 
 
 def fits(driver: Any) -> bool:
-    return bool(driver.execute_script("return document.documentElement.scrollWidth <= window.innerWidth + 1"))
+    """Nothing sticks out to the right; a phone would widen its window, so that it is no measure."""
+    return bool(driver.execute_script("const e = document.documentElement; return e.scrollWidth <= e.clientWidth"))
 
 
 def shot(driver: Any, folder: Path | None, name: str) -> None:

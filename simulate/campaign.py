@@ -46,8 +46,10 @@ def run_campaign(
     listeners: Sequence[Listener] = (),
     stop: threading.Event | None = None,
     patience: Patience | None = None,
+    live: LiveStatus | None = None,
 ) -> CampaignResult:
-    """Simulate what `dataset` lacks of `plan`. `cluster` is started and closed here.
+    """Simulate what `dataset` lacks of `plan`. `cluster` is started and closed here; where the caller's `live` shows
+    more than the campaign, the scheduler with its page remains until `live` ends.
 
     Raises UsageError (another campaign's data set, another controller at work, a file in the way), InterruptedRunError
     (`stop` was set, or the disk is full; the same call resumes). Failed tasks do not raise: see the result.
@@ -58,12 +60,15 @@ def run_campaign(
         fresh = not (dataset / MANIFEST_NAME).exists()
         lay_out(plan, dataset)
         log = EventLog(dataset / EVENTS_NAME)
-        live = LiveStatus(dataset, epoch=lease.epoch, publish=cluster.publish)
-        log.listeners.extend([*listeners, live.feed])
-        with ManifestWriter(dataset, epoch=lease.epoch) as manifest, live:
+        kept = live is not None
+        shown = live or LiveStatus(dataset)
+        shown.attach(epoch=lease.epoch, publish=cluster.publish, close=cluster.close if kept else None)
+        log.listeners.extend([*listeners, shown.feed])
+        with ManifestWriter(dataset, epoch=lease.epoch) as manifest, contextlib.nullcontext() if kept else shown:
             loop = CampaignLoop(
-                plan, dataset, cluster, log, manifest, stop or threading.Event(), patience or Patience(), lease
-            )
+                plan, dataset, cluster, log, manifest, stop or threading.Event(), patience or Patience(), lease,
+                keep_page=kept,
+            )  # fmt: skip
             try:
                 return loop.execute()
             except UsageError:  # no cluster there: nothing began

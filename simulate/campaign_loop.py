@@ -71,9 +71,11 @@ class CampaignLoop:
         stop: threading.Event,
         patience: Patience,
         lease: Lease,
+        *,
+        keep_page: bool = False,
     ) -> None:
         self.plan, self.dataset, self.cluster, self.log, self.manifest = plan, dataset, cluster, log, manifest
-        self.stop, self.patience, self.lease = stop, patience, lease
+        self.stop, self.patience, self.lease, self.keep_page = stop, patience, lease, keep_page
         self.lost = take_out_lost(dataset, manifest)
         committed = {shard.shard_id: shard.nbytes for shard in manifest.manifest.shards}
         self.done = [t for t in plan.tasks if t.shard_id in committed]
@@ -130,7 +132,7 @@ class CampaignLoop:
                 with contextlib.suppress(OSError, InterruptedRunError):
                     self._write_down()
             self.index.close()
-            self.cluster.close()
+            self.cluster.close(page=self.keep_page)
 
     def _announce(self) -> None:
         self.workers = self.cluster.n_workers

@@ -43,6 +43,7 @@ ONLY_IN = {
         "ingest/bench_mosaic.py",
         "ingest/bench_probe.py",
     ),
+    "optuna": ("workflows/tune_sampler.py",),
     "ruamel": ("workflows/config.py",),
     "yaml": ("workflows/config.py",),
     "typer": ("workflows/",),

@@ -33,4 +33,5 @@ def validate(training: Training) -> None:
     ranks.agree(error=error)
     loss, count = ranks.sum(loss, count)
     n = len(dataset)
-    training.emit("train_eval", step=training.step, split=spec.val_split, loss=loss / count, n=n)
+    clock_s = round(training.clock_s(), 3)
+    training.emit("train_eval", step=training.step, split=spec.val_split, loss=loss / count, n=n, clock_s=clock_s)

@@ -1,6 +1,6 @@
 """The command `exitwave`: runs a verb and turns whatever happens into an exit code and one readable message.
 
-The verbs themselves are in `verbs_data`, `verbs_views`, `verbs_train` and `verbs_bench`; this module stays light, so
+The verbs themselves are in `verbs_…`; this module stays light, so
 that a Ctrl-C while the rest is being imported is as quiet as any other.
 
     0    done
@@ -64,6 +64,7 @@ def register_verbs() -> None:
         verbs_model,
         verbs_service,
         verbs_train,
+        verbs_tune,
         verbs_views,
     )
 

@@ -22,6 +22,8 @@ def find_dataset(folder: Path) -> Path:
         if (folder / "dataset" / MANIFEST_NAME).exists():
             return folder / "dataset"
         raise UsageError(f"{folder}: nothing is simulated in this run yet; `exitwave run` goes on.")
+    if (folder / "tune.yaml").exists() and (folder / "dataset" / MANIFEST_NAME).exists():
+        return folder / "dataset"
     if (folder / "train.json").exists():
         raise UsageError(
             f"{folder}: this is the folder of a training, not a data set. `exitwave report {folder}` shows it."

@@ -194,7 +194,8 @@ def _models_at(model: type[BaseModel], path: KeyPath) -> list[type[BaseModel]]:
         annotations = [
             info.annotation for m in here for name, info in m.model_fields.items() if part in (name, info.alias)
         ]
-        here = [m for annotation in annotations for m in _models_in(annotation)]
+        if annotations:  # else the key of a mapping, whose values `here` describes
+            here = [m for annotation in annotations for m in _models_in(annotation)]
     return here
 
 

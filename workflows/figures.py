@@ -15,16 +15,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["curve_png", "image_png", "nice_length", "shared_limits"]
+__all__ = [
+    "COLOURS",
+    "GREY",
+    "curve_png",
+    "data_uri",
+    "heat_png",
+    "image_png",
+    "new_figure",
+    "nice_length",
+    "shared_limits",
+    "style_axes",
+]
 
 Array = npt.NDArray[Any]
-_GREY = "#7a828e"
+GREY = "#7a828e"
 _WIDTH = 1.5  # inches of a picture: a phone shows two beside each other, and lettering scales with the picture
 _FONT = 9.5
-_COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7")
+COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7")
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches, for `data_uri`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -35,7 +47,8 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _data_uri(figure: Any) -> str:
+def data_uri(figure: Any) -> str:
+    """The figure as a PNG in a data URI."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)
@@ -82,7 +95,7 @@ def image_png(
         high = max(abs(low), abs(high)) or 1.0
         low = -high
     height = _WIDTH + 0.3
-    figure = _figure(_WIDTH, height)
+    figure = new_figure(_WIDTH, height)
     axes = figure.add_axes((0.0, 0.3 / height, 1.0, _WIDTH / height))
     shown = axes.imshow(image, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
     axes.set_axis_off()
@@ -92,8 +105,8 @@ def image_png(
     bar.set_ticks([])
     bar.outline.set_visible(False)
     for x, text, align in ((0.0, _number(low), "left"), (0.5, bar_label, "center"), (1.0, _number(high), "right")):
-        figure.text(x, 0.03 / height, text, ha=align, va="bottom", fontsize=_FONT, color=_GREY)
-    return _data_uri(figure)
+        figure.text(x, 0.03 / height, text, ha=align, va="bottom", fontsize=_FONT, color=GREY)
+    return data_uri(figure)
 
 
 def _number(value: float) -> str:
@@ -128,9 +141,9 @@ def curve_png(
     log: bool = True,
 ) -> str:
     """Curves (name, x, y, whether to draw marks instead of a line) on one pair of axes, as a data URI."""
-    figure = _figure(5.4, 2.9)
+    figure = new_figure(5.4, 2.9)
     axes = figure.add_axes((0.125, 0.185, 0.86, 0.785))
-    for colour, (name, x, y, marks) in zip(_COLOURS, curves, strict=False):
+    for colour, (name, x, y, marks) in zip(COLOURS, curves, strict=False):
         if marks:
             axes.plot(x, y, "o", ms=4.5, color=colour, label=name)
         else:
@@ -139,17 +152,55 @@ def curve_png(
     positive = all(v > 0 for _, _, y, _ in curves for v in y)
     if log and positive:
         axes.set_yscale("log")
-    axes.set_xlabel(x_label, color=_GREY, fontsize=10)
-    axes.set_ylabel(y_label, color=_GREY, fontsize=10)
-    axes.tick_params(which="both", colors=_GREY, labelsize=9.5)
-    axes.grid(True, which="major", color=_GREY, alpha=0.25, lw=0.6)
+    style_axes(axes, x_label=x_label, y_label=y_label)
+    axes.legend(frameon=False, fontsize=9.5, labelcolor=GREY)
+    return data_uri(figure)
+
+
+def style_axes(axes: Any, *, x_label: str, y_label: str) -> None:
+    """Axes that read on a light and on a dark page."""
+    axes.set_xlabel(x_label, color=GREY, fontsize=10)
+    axes.set_ylabel(y_label, color=GREY, fontsize=10)
+    axes.tick_params(which="both", colors=GREY, labelsize=9.5)
+    axes.grid(True, which="major", color=GREY, alpha=0.25, lw=0.6)
     axes.patch.set_alpha(0)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
-        axes.spines[side].set_color(_GREY)
-    axes.legend(frameon=False, fontsize=9.5, labelcolor=_GREY)
-    return _data_uri(figure)
+        axes.spines[side].set_color(GREY)
+
+
+def heat_png(
+    values: Array, *, rows: Sequence[str], columns: Sequence[str], limits: tuple[float, float], log: bool = False
+) -> str:
+    """A table (rows, columns) as colours with its numbers written in, as a data URI; NaN stays empty.
+
+    `log`: colours by the logarithm, so that twice and half are equally far from one; blue is less, red is more.
+    """
+    from matplotlib.colors import LogNorm, Normalize
+
+    values = np.asarray(values, dtype=float)
+    width = 1.9 + 0.75 * len(columns)
+    figure = new_figure(width, 0.5 + 0.24 * len(rows))
+    low, high = limits
+    axes = figure.add_axes((1.8 / width, 0.02, 1 - 1.85 / width, 1 - 0.45 / (0.5 + 0.24 * len(rows))))
+    norm = LogNorm(low, high) if log else Normalize(low, high)
+    axes.imshow(values, cmap="RdBu_r" if log else "viridis", norm=norm, aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            part = float(norm(value))
+            dark = part < 0.15 or part > 0.85 if log else part < 0.55
+            axes.text(
+                column, row, f"{value:.2g}", ha="center", va="center", fontsize=8, color="white" if dark else "black"
+            )
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.xaxis.tick_top()
+    axes.tick_params(colors=GREY, labelsize=8, length=0)
+    axes.patch.set_alpha(0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return data_uri(figure)
 
 
 def _smooth(y: Sequence[float]) -> Array:

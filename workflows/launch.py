@@ -34,7 +34,18 @@ from exitwave.workflows.provenance import versions
 from exitwave.workflows.rank import check_mesh, clear_rank_errors, read_rank_errors
 from exitwave.workflows.session import Session
 
-__all__ = ["evaluate_run", "locked", "make_folder", "start_ranks", "train_with_ranks", "training_document"]
+__all__ = [
+    "EventTail",
+    "evaluate_run",
+    "locked",
+    "make_folder",
+    "prepare_run",
+    "refuse_other",
+    "start_ranks",
+    "train_with_ranks",
+    "training_document",
+    "why_ranks_ended",
+]
 
 _POLL_S = 0.2
 _NO_ROOM_BYTES = 64 << 10
@@ -119,17 +130,7 @@ def start_ranks(
     feed: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Start the ranks, follow them to their end; raises what they failed with. `spec` is a TrainSpec."""
-    from exitwave.ingest.manifest import load_manifest
-
-    header = load_manifest(data).header
-    require_split(data, spec.train_split)
-    if (found := completeness(data)) is not None and found.sentence:
-        session.note(f"{data}: {found.sentence} The training uses what is there.")
-    _refuse_other(out, spec, header.dataset_id, fresh=fresh)
-    clear_rank_errors(out)
-    resolved = out / "train.yaml"
-    text = dump_yaml(spec.canonical(), comment=resolved_comment("A training", versions()))
-    write_atomic(resolved, text.encode())
+    resolved = prepare_run(session, spec, data, out, fresh=fresh)
     arguments = ["train", str(resolved), "--data", str(data), "--out", str(out), "--quiet"]
     if cache is not None:
         arguments += ["--cache", str(cache)]
@@ -142,9 +143,25 @@ def start_ranks(
     events = out / "events.jsonl"
     if fresh:
         events.unlink(missing_ok=True)
-    tail = _Tail(events, from_end=not fresh)
+    tail = EventTail(events, from_end=not fresh)
     with session.finishing("this step and its checkpoint"):
         _run_ranks(session, out, _command(ranks, arguments), ranks=ranks, tail=tail, feed=feed)
+
+
+def prepare_run(session: Session, spec: Any, data: Path, out: Path, *, fresh: bool) -> Path:
+    """RUN is made this training's, before any rank starts: the path of the configuration that the ranks read.
+
+    Raises UsageError when it belongs to another training or the data set has no such split.
+    """
+    require_split(data, spec.train_split)
+    if (found := completeness(data)) is not None and found.sentence:
+        session.note(f"{data}: {found.sentence} The training uses what is there.")
+    refuse_other(out, spec, data, fresh=fresh)
+    clear_rank_errors(out)
+    resolved = out / "train.yaml"
+    text = dump_yaml(spec.canonical(), comment=resolved_comment("A training", versions()))
+    write_atomic(resolved, text.encode())
+    return resolved
 
 
 def _run_ranks(
@@ -153,7 +170,7 @@ def _run_ranks(
     command: Sequence[str],
     *,
     ranks: int,
-    tail: _Tail,
+    tail: EventTail,
     feed: Callable[[Mapping[str, Any]], None],
 ) -> None:
     with (out / "train.log").open("ab") as log:
@@ -181,7 +198,9 @@ def _run_ranks(
     finally:
         session.interrupts.last_words.remove(kill)
     if process.returncode != 0:
-        raise _why(out, process.returncode, stopped=session.stop.is_set(), since=since, ranks=ranks)
+        raise why_ranks_ended(
+            out, process.returncode, stopped=session.stop.is_set(), log=out / "train.log", since=since, ranks=ranks
+        )
 
 
 def _command(ranks: int, arguments: Sequence[str]) -> list[str]:
@@ -198,17 +217,19 @@ def _command(ranks: int, arguments: Sequence[str]) -> list[str]:
     )
 
 
-def _refuse_other(out: Path, spec: Any, dataset_id: str, *, fresh: bool) -> None:
+def refuse_other(out: Path, spec: Any, data: Path, *, fresh: bool) -> None:
     """Say at once, without starting anything, that the folder belongs to another training."""
     path = out / "train.json"
     if fresh or not path.exists():
         return
+    from exitwave.ingest.manifest import load_manifest
     from exitwave.train.spec import spec_difference, with_defaults
 
     try:
         before = json.loads(path.read_text())
     except ValueError:
         return  # the ranks will say what is wrong with it
+    dataset_id = load_manifest(data).header.dataset_id
     difference = spec_difference(with_defaults(before.get("spec", {})), spec.canonical())
     if before.get("dataset_id") != dataset_id:
         difference.insert(0, f"data set: {before.get('dataset_id')} -> {dataset_id}")
@@ -230,7 +251,7 @@ def _killer(process: subprocess.Popen[bytes]) -> Callable[[], None]:
 
 
 def _follow(
-    session: Session, process: subprocess.Popen[bytes], tail: _Tail, feed: Callable[[Mapping[str, Any]], None]
+    session: Session, process: subprocess.Popen[bytes], tail: EventTail, feed: Callable[[Mapping[str, Any]], None]
 ) -> None:
     told = False
     while True:
@@ -245,7 +266,7 @@ def _follow(
         time.sleep(_POLL_S)
 
 
-class _Tail:
+class EventTail:
     """New whole lines of a growing file of events."""
 
     def __init__(self, path: Path, *, from_end: bool) -> None:
@@ -276,10 +297,9 @@ class _Tail:
         return events
 
 
-def _why(out: Path, code: int, *, stopped: bool, since: int = 0, ranks: int = 1) -> ExitwaveError:
-    """The one error that explains how the ranks ended. `since`: where in train.log this attempt begins."""
+def why_ranks_ended(out: Path, code: int, *, stopped: bool, log: Path, since: int = 0, ranks: int = 1) -> ExitwaveError:
+    """The one error that explains how the ranks ended. `since`: where in torchrun's `log` this attempt begins."""
     errors = read_rank_errors(out)
-    log = out / "train.log"
     who = "rank 0" if ranks == 1 else "torchrun, which runs the ranks,"
     killed = _killed(log, since) if code >= 0 else f"{who} was killed by {signal.Signals(-code).name}"
     if errors and not killed:

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import InterruptedRunError, UsageError
-from exitwave.ingest.events import EventLog
+from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.files import write_atomic
+from exitwave.simulate.live import LiveStatus
 from exitwave.simulate.plan import Plan
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, plan_campaign, run_planned, tell_warnings
@@ -59,7 +60,8 @@ _OURS = (
     "dataset",
     "pipeline.yaml",
 )  # the identity goes last
-_WHERE_NOT_WHAT = ("cluster", "ranks", "stage")  # where and with how many processes: may change between attempts
+# where, with how many processes, another verb: may change between attempts
+_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "launch", "tune")
 
 
 def read_pipeline(path: Path, overrides: Sequence[str] = ()) -> tuple[Document, PipelineSpec]:
@@ -100,8 +102,8 @@ def run_pipeline(
         log.emit("pipeline_started", name=spec.name, resumed=resumed)
         if resumed:
             session.note(f"Going on with {out}: what is done already is not done again.")
-        with session.progress() as feed:
-            line = _Line(session=session, log=log, feed=feed, out=out, spec=spec, planned=planned)
+        with LiveStatus(out / "dataset") as live, session.progress() as feed:
+            line = _Line(session=session, log=log, feed=feed, live=live, out=out, spec=spec, planned=planned)
             where = cluster or spec.cluster.kind, planned.workers_on(cluster or spec.cluster.kind, workers)
             failed = line.simulate(*where) if spec.adaptive is None else line.rounds(*where, ranks or spec.ranks)
             line.stage()
@@ -121,6 +123,7 @@ class _Line:
     session: Session
     log: EventLog
     feed: Callable[[Mapping[str, Any]], None]
+    live: LiveStatus
     out: Path
     spec: PipelineSpec
     planned: Planned
@@ -137,11 +140,17 @@ class _Line:
     def capacity(self) -> int | None:
         return None if self.spec.stage.capacity is None else parse_bytes(self.spec.stage.capacity)
 
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """An event that is none of the campaign: to the terminal, and to the page beside the campaign."""
+        self.feed(event)
+        self.live.feed(event)
+
     def simulate(self, cluster: str, workers: int | None) -> int:
         """Returns how many shards failed for good."""
         total = len(self.planned.plan.tasks)
         missing = total - _committed(self.dataset, {task.shard_id for task in self.planned.plan.tasks})
         if missing == 0:
+            self.live.remember()
             self._skip("simulate", f"all {self.planned.plan.n_samples} samples are committed")
             return 0
         if missing < total:
@@ -149,8 +158,9 @@ class _Line:
         tell_warnings(self.session, self.planned)
         with self._part("simulate"):
             result = run_planned(
-                self.session, self.planned, self.dataset, cluster=cluster, workers=workers, feed=self.feed
-            )
+                self.session, self.planned, self.dataset,
+                cluster=cluster, workers=workers, feed=self.feed, live=self.live,
+            )  # fmt: skip
         return int(result.failed)
 
     def rounds(self, cluster: str, workers: int | None, ranks: int) -> int:
@@ -181,18 +191,23 @@ class _Line:
         if self.spec.adaptive is not None:
             from exitwave.workflows.adaptive import FOLDER, judge_final
 
-            judge_final(self.dataset, self.out / FOLDER, self.run, self.spec.adaptive, self.spec.train)
+            assert isinstance(self.planned.plan, Plan)
+            judge_final(
+                self.planned.plan, self.dataset, self.out / FOLDER, self.run, self.spec.adaptive, self.spec.train
+            )
 
     def stage(self) -> None:
         choices = StageChoices(mode=self.spec.stage.mode, capacity_bytes=self.capacity)
         with self._part("stage"):
-            report = stage_dataset(self.session, self.dataset, self.out / "cache", choices, feed=self.feed)
+            report = stage_dataset(self.session, self.dataset, self.out / "cache", choices, feed=self.tell)
             if report["bytes_copied"] == 0:
                 self.session.note(f"stage: all {human_bytes(report['bytes_reused'])} are in the cache already")
             self.log.emit("staged", **{k: report[k] for k in ("bytes_copied", "bytes_reused", "seconds")})
 
     def train(self, ranks: int) -> None:
         if _trained(self.run, self.spec.train):
+            for event in read_events(self.run / "events.jsonl"):
+                self.live.feed(event)
             self._skip("train", "the model is trained")
             return
         with self._part("train"), locked(self.run):
@@ -208,7 +223,7 @@ class _Line:
             cache=self.out / "cache",
             cache_capacity=self.capacity if self.spec.stage.mode == "stream" else None,
             fresh=False,
-            feed=self.feed,
+            feed=self.tell,
         )
 
     def evaluate(self) -> dict[str, Any]:

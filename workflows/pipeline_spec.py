@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.strict_model import StrictModel
@@ -19,6 +20,9 @@ from exitwave.simulate.spec import CampaignSpec
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.adaptive_spec import AdaptiveSection, conflict
 from exitwave.workflows.config import Document, apply_overrides, parse_bytes, validate
+from exitwave.workflows.nodes_spec import LaunchSection
+from exitwave.workflows.tune_space import space_faults
+from exitwave.workflows.tune_spec import TuneSpec
 
 __all__ = ["PipelineSections", "PipelineSpec", "read_sections"]
 
@@ -84,8 +88,10 @@ class PipelineSections(StrictModel):
     stage: StageSection = StageSection()
     train: TrainSpec | None = None
     ranks: int = Field(default=1, ge=1, le=100_000)
+    launch: LaunchSection = LaunchSection()
     evaluate: EvaluateSection = EvaluateSection()
     adaptive: AdaptiveSection | None = None
+    tune: TuneSpec | None = None
 
     @model_validator(mode="after")
     def _steerable(self) -> PipelineSections:
@@ -93,6 +99,21 @@ class PipelineSections(StrictModel):
             return self
         if (reason := conflict(self.adaptive, self.campaign, self.train)) is not None:
             raise ValueError(f"adaptive: {reason}")
+        return self
+
+    @model_validator(mode="after")
+    def _space_fits(self) -> PipelineSections:
+        faults = [] if self.tune is None else space_faults(self.tune, self.train)
+        if faults:
+            details = [
+                InitErrorDetails(
+                    type=PydanticCustomError("value_error", "{text}", {"text": fault.message}),
+                    loc=fault.path,
+                    input=None,
+                )
+                for fault in faults
+            ]
+            raise ValidationError.from_exception_data("tune", details)
         return self
 
 

@@ -158,6 +158,17 @@ class ProgressState:
         bar.finished = bar.total is not None and bar.done >= bar.total
         return bar
 
+    def _on_tune_progress(self, event: Event, now: float) -> Bar:
+        bar = self._bar("tune", "tune", "trials")
+        bar.total = float(event.get("total") or 0) or None
+        bar.advance_to(float(event.get("done") or 0), now)
+        parts = [f"{event[state]} {state}" for state in ("running", "pruned", "failed") if event.get(state)]
+        if event.get("best") is not None:
+            parts.append(f"best {event['metric']} {float(event['best']):.4g} (trial {event['best_trial']})")
+        bar.detail = ", ".join(parts)
+        bar.finished = bar.total is not None and bar.done >= bar.total
+        return bar
+
     def _on_work_progress(self, event: Event, now: float) -> Bar:
         label = str(event.get("label") or "work")
         bar = self._bar(label, label, str(event.get("unit") or "samples"))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Example", "ReportData", "headline", "number", "verdict"]
+__all__ = ["AdaptiveFacts", "Example", "Picture", "ReportData", "StudyView", "headline", "number", "verdict"]
 
 Array = npt.NDArray[Any]
 
@@ -40,11 +40,43 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdaptiveFacts:
+    """What the rounds of an adaptive campaign did. `columns`: of `regions`, whose rows are (region, cells)."""
+
+    sentence: str
+    rounds: Sequence[tuple[str, ...]]  # number, samples, core-seconds, mean error of the judge, favoured most
+    columns: Sequence[str]
+    regions: Sequence[tuple[str, Sequence[str]]]
+    pictures: Sequence[tuple[str, str, str]]  # caption, data URI, words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A drawing under a heading. `src`: a data URI; `alt`: what it shows, in words; `note`: how to read it."""
+
+    heading: str
+    src: str
+    alt: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyView:
+    """A search: its trials as a table, the best first, and its drawings. A row: (state, cells); `keys` are heads."""
+
+    keys: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+    pictures: Sequence[Picture]
+    metric: str
+    importance: Sequence[tuple[str, str, str]] = ()  # key, per cent, width of its bar in per cent
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportData:
     """Everything that the page shows; what there is none of stays empty."""
 
     title: str
-    kind: str  # "run" or "dataset"
+    kind: str  # "run", "dataset" or "study"
     sentence: str
     good: bool | None = None
     badge: str = ""
@@ -67,6 +99,8 @@ class ReportData:
     stages: Sequence[tuple[str, float]] = ()  # name, seconds
     provenance: Sequence[tuple[str, str]] = ()
     configuration: str = ""
+    adaptive: AdaptiveFacts | None = None
+    study: StudyView | None = None
 
 
 def number(value: Any, digits: int = 3) -> str:

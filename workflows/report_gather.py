@@ -14,6 +14,7 @@ from exitwave.ingest.dataset import Dataset, open_dataset
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import MANIFEST_NAME
+from exitwave.workflows.adaptive_facts import adaptive_facts
 from exitwave.workflows.inspecting import structure_rows
 from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.report_data import Example, ReportData, headline, number, verdict
@@ -37,6 +38,10 @@ def gather(folder: Path) -> ReportData:
     """What there is to say about `folder`. UsageError when it is neither a run nor a data set."""
     if (folder / "pipeline.yaml").exists():
         return _pipeline(folder)
+    if (folder / "tune.yaml").exists():
+        from exitwave.workflows.report_tune import gather_study
+
+        return gather_study(folder)
     if (folder / "train.json").exists():
         return _training(folder)
     if (folder / MANIFEST_NAME).exists():
@@ -129,6 +134,7 @@ def _whole(
         stages=seconds,
         provenance=provenance(folder, data, simulated, train_events, configuration),
         configuration=configuration,
+        adaptive=adaptive_facts(dataset, folder / "rounds") if dataset is not None else None,
     )
 
 
@@ -159,6 +165,7 @@ def _dataset(folder: Path) -> ReportData:
         rates=simulation_rates(events),
         provenance=provenance(folder, data, events, (), configuration),
         configuration=configuration,
+        adaptive=adaptive_facts(folder, None),
     )
 
 

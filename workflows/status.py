@@ -11,6 +11,7 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
+from exitwave.workflows.adaptive_facts import adaptive_status
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.session import Session
 from exitwave.workflows.tables import status_table
@@ -76,8 +77,11 @@ def status_document(folder: Path, *, training: TrainingSeen | None = None) -> di
         return _made_of_others(dataset)
     document: dict[str, Any] = campaign_status(dataset)
     document["state"] = _state(document)
+    whole = document["samples"]["committed"] == document["samples"]["planned"]
+    if (steered := adaptive_status(dataset)) is not None:
+        document["adaptive"] = steered
+        whole = whole and steered["decided"] >= steered["rounds"]
     if run is not None:
-        whole = document["samples"]["committed"] == document["samples"]["planned"]
         document["stages"] = _stages(run, training, whole=whole)
     return document
 

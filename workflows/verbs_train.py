@@ -13,6 +13,9 @@ from exitwave.workflows.commands import HELP, LINE, TRAIN, ClusterOption, Debug,
 from exitwave.workflows.session import open_session
 
 Ranks = Annotated[int | None, typer.Option("--ranks", min=1, metavar="N", help="Training processes.")]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", min=1, metavar="N", help="Train in a job of Slurm on so many nodes.")
+]
 Cache = Annotated[
     Path | None, typer.Option("--cache", metavar="DIR", help="Read shards from this cache (see `exitwave stage`).")
 ]
@@ -27,8 +30,11 @@ Data = Annotated[Path, typer.Option("--data", metavar="DATASET", help="The data 
     "as the rank "
     "that it was started as. Called again on the same RUN it goes on from the last checkpoint, also with "
     "another number "
-    "of ranks; another configuration is refused with the difference unless --fresh.",
+    "of ranks; another configuration is refused with the difference unless --fresh. With --nodes it submits a job to "
+    "Slurm and follows it: each node stages the data set to its own disk and runs its part of the ranks; preempted or "
+    "at its walltime the job leaves a checkpoint, is queued again and goes on. docs/slurm.md shows the whole of it.",
     example="exitwave train quickstart.yaml --data data/quick --out runs/a --ranks 2\n"
+    "exitwave train quickstart.yaml --data data/quick --out runs/a --nodes 4 --ranks 16 --script\n"
     "torchrun --nproc-per-node 2 -m exitwave.workflows train train.yaml --data data/quick --out runs/a",
     then="`exitwave evaluate RUN --data DATASET`, then `exitwave report RUN`.",
     codes="0 trained; 1 a rank failed; 2 configuration; 3 damaged data; 75 interrupted after a checkpoint, the "
@@ -57,6 +63,12 @@ def train(
             help="D ranks with samples of their own x S ranks that share each sample; auto: what is fastest.",
         ),
     ] = "auto",
+    nodes: Nodes = None,
+    script: Annotated[
+        bool,
+        typer.Option("--script", help="With --nodes: print the job's script, RUN/.slurm/job.sh, and submit nothing."),
+    ] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="With --nodes: submit the job and leave.")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again: earlier checkpoints of RUN are removed.")
     ] = False,
@@ -66,10 +78,17 @@ def train(
     debug: Debug = False,
 ) -> None:
     from exitwave.workflows.config import parse_bytes, rank_environment
+    from exitwave.workflows.nodes_verb import NodesAsked, train_by_nodes
 
     limit = None if cache_capacity is None else parse_bytes(cache_capacity, "--cache-capacity")
     if limit is not None and cache is None:
         raise UsageError("--cache-capacity: it says how large the cache may be; name its folder with --cache.")
+    asked = NodesAsked(nodes=nodes, script=script, detach=detach)
+    if train_by_nodes(
+        asked, config, data, out, ranks=ranks, cache=cache, cache_capacity=limit, mesh=mesh, fresh=fresh,
+        overrides=overrides or (), json=json, quiet=quiet,
+    ):  # fmt: skip
+        return
     place = rank_environment()
     if place is not None:
         from exitwave.workflows.rank import run_rank

@@ -1,0 +1,288 @@
+"""`exitwave tune`: one data set, many trials, the best of them.
+
+    STUDY/tune.yaml       the resolved configuration: the folder's identity
+        dataset/          the data set, simulated once (with --data: somebody else's, and not here)
+        trials/<n>/       each trial's RUN, as `exitwave train` makes it
+        events.jsonl      what happened: the truth about the trials (`tune_record`)
+        best.yaml         the pipeline with the best trial's values
+        report.html
+
+The same command goes on where it was, whatever ended it. More trials may be asked for; another search is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.ingest.events import EventLog
+from exitwave.ingest.files import write_atomic
+from exitwave.ingest.manifest import load_manifest
+from exitwave.simulate.cluster import make_cluster
+from exitwave.workflows.campaigns import Planned, default_workers, plan_campaign, run_planned, tell_warnings
+from exitwave.workflows.config import (
+    Document,
+    apply_overrides,
+    differences,
+    dump_yaml,
+    load_document,
+    read_resolved,
+    resolved_comment,
+    validate,
+)
+from exitwave.workflows.datasets import completeness, find_dataset, require_split
+from exitwave.workflows.launch import locked
+from exitwave.workflows.pipeline_spec import PipelineSections
+from exitwave.workflows.progress import human_seconds
+from exitwave.workflows.provenance import git_commit, versions
+from exitwave.workflows.session import Session
+from exitwave.workflows.tune_loop import StudyLoop
+from exitwave.workflows.tune_record import Study, Trial, best_trial, counts
+from exitwave.workflows.tune_sampler import importance, require_optuna
+from exitwave.workflows.tune_space import trial_spec
+from exitwave.workflows.tune_spec import TuneSpec
+
+__all__ = ["read_study", "tune_pipeline"]
+
+_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "evaluate", "adaptive", "online", "data")
+_OWN_FAILURES = ("diverged", "configuration")  # answers to the question that was asked, and no damage
+
+
+def tune_pipeline(
+    session: Session,
+    path: Path,
+    out: Path,
+    *,
+    data: Path | None,
+    cluster: str | None,
+    workers: int | None,
+    overrides: Sequence[str],
+) -> dict[str, Any]:
+    """Do what is left to do; returns what came of it."""
+    document, sections = read_study(path, overrides, needs_campaign=data is None)
+    require_optuna()
+    kind = cluster or sections.cluster.kind
+    n = workers or (sections.cluster.workers if kind == sections.cluster.kind else None)
+    planned = None
+    if data is None:
+        assert sections.campaign is not None
+        planned = plan_campaign(document, sections.campaign, ("campaign",), session=session)
+        planned = dataclasses.replace(planned, section=sections.cluster)
+    else:
+        data = find_dataset(data)
+    _refuse_foreign(out)
+    with locked(out):
+        _claim(out, sections, data)
+        with session.progress() as feed:
+            if planned is not None:
+                data = out / "dataset"
+                _simulate(session, planned, data, cluster=kind, workers=n, feed=feed)
+            assert data is not None
+            study = _search(session, sections, out, data, cluster=kind, workers=n, feed=feed)
+        return _finish(session, out, sections, study, planned=planned)
+
+
+def read_study(
+    path: Path, overrides: Sequence[str] = (), *, needs_campaign: bool = True
+) -> tuple[Document, PipelineSections]:
+    """Read and check a pipeline with a `tune:` section. UsageError naming file, line and key of every fault."""
+    document = load_document(path)
+    apply_overrides(document, overrides)
+    sections = validate(document, PipelineSections)
+    if sections.tune is None:
+        raise UsageError(
+            f"{document.source}: no `tune:` section: it says what to search (tune.space), how many trials "
+            "(tune.trials) and how long each of them trains (tune.budget). `exitwave tune --help` shows one."
+        )
+    if needs_campaign and sections.campaign is None:
+        raise UsageError(
+            f"{document.source}: no `campaign:` section to simulate a data set from; --data DATASET names one that is "
+            "there."
+        )
+    return document, sections
+
+
+def _refuse_foreign(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: this is a file; --out names a folder.")
+    if not out.exists() or (out / "tune.yaml").exists():
+        return
+    others = sorted(p.name for p in out.iterdir() if not p.name.startswith("."))
+    if others:
+        raise UsageError(
+            f"{out}: this folder was not made by `exitwave tune` (no tune.yaml in it, but {', '.join(others[:3])}). "
+            "Give another --out."
+        )
+
+
+def _claim(out: Path, sections: PipelineSections, data: Path | None) -> None:
+    """Make the folder this search's, or find that it is, with as many trials or fewer. Called under its lock."""
+    path, now = out / "tune.yaml", _resolved(sections, data)
+    if path.exists():
+        before = read_resolved(path)
+        changed = differences(_what(before), _what(now))
+        fewer = before["tune"]["trials"] > now["tune"]["trials"]
+        if fewer:
+            changed.append(f"tune.trials: was {before['tune']['trials']}, now {now['tune']['trials']}")
+        if changed:
+            lines = "\n  ".join(changed)
+            raise UsageError(
+                f"{out}: is another search:\n  {lines}\nOnly tune.trials may grow, and tune.max_seconds change. Give "
+                "another --out for another search."
+            )
+    made = {**versions(), "commit": git_commit() or "unknown"}
+    write_atomic(path, dump_yaml(now, comment=resolved_comment("A search", made)).encode())
+
+
+def _resolved(sections: PipelineSections, data: Path | None) -> dict[str, Any]:
+    """Every default filled in; of structures and ranges only what they say."""
+    found: dict[str, Any] = json.loads(sections.model_dump_json())
+    if data is not None:
+        found |= {"campaign": None, "data": str(data.absolute())}
+    else:
+        structures = found["campaign"]["structures"]
+        found["campaign"]["structures"] = [{k: v for k, v in s.items() if v not in (None, [], "")} for s in structures]
+    space = found["tune"]["space"]
+    found["tune"]["space"] = {key: {k: v for k, v in r.items() if v is not None} for key, r in space.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _what(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: copy.deepcopy(value) for key, value in configuration.items() if key not in _WHERE_NOT_WHAT}
+    for name in ("trials", "max_seconds"):
+        found.get("tune", {}).pop(name, None)
+    return found
+
+
+def _simulate(
+    session: Session,
+    planned: Planned,
+    dataset: Path,
+    *,
+    cluster: str,
+    workers: int | None,
+    feed: Callable[[Mapping[str, Any]], None],
+) -> None:
+    found = completeness(dataset) if (dataset / "plan.json").exists() else None
+    if found is not None and found.committed >= found.planned:
+        session.note(f"simulate: all {found.planned} samples are committed")
+        return
+    tell_warnings(session, planned)
+    result = run_planned(session, planned, dataset, cluster=cluster, workers=workers, feed=feed)
+    if result.failed:
+        session.note(f"{result.failed} shards failed (`exitwave failures {dataset}`); the search uses the others.")
+    if session.stop.is_set():
+        raise InterruptedRunError(f"{dataset.parent}: stopped before the first trial.")
+
+
+def _search(
+    session: Session,
+    sections: PipelineSections,
+    out: Path,
+    data: Path,
+    *,
+    cluster: str,
+    workers: int | None,
+    feed: Callable[[Mapping[str, Any]], None],
+) -> Study:
+    tune, train = sections.tune, sections.train
+    assert tune is not None and train is not None
+    require_split(data, train.train_split)
+    require_split(data, train.val_split)
+    dataset_id = load_manifest(data).header.dataset_id
+    here = workers or default_workers() if cluster == "local" else workers
+    made = make_cluster(
+        cluster,
+        workers=here if cluster in ("local", "inline", "slurm", "cuda") else None,
+        slurm=sections.cluster.slurm,
+        tls=sections.cluster.tls,
+        log_folder=out / ".slurm",
+    )
+    log = EventLog(out / "events.jsonl")
+    loop = StudyLoop(
+        out, tune, train, data, made, log, stop=session.stop, one_machine=cluster == "local", feed=feed
+    )  # fmt: skip
+    if loop.study.dataset_id not in ("", dataset_id):
+        raise UsageError(
+            f"{data}: the trials in {out} were trained on another data set ({loop.study.dataset_id}, not {dataset_id})."
+        )
+    if not loop.due():
+        session.note("tune: every trial has ended")
+        return loop.study
+    ended = sum(t.ended for t in loop.study.trials)
+    if loop.study.trials:
+        session.note(f"Going on with {out}: {ended} of {tune.trials} trials have ended and are not run again.")
+    log.emit("study_started", name=sections.name, trials=tune.trials, dataset_id=dataset_id, cluster=cluster)
+    try:
+        with session.finishing("the trials in hand, each to a checkpoint"):
+            return loop.execute()
+    except InterruptedRunError as error:
+        log.emit("study_interrupted", why=str(error))
+        raise
+
+
+def _finish(
+    session: Session, out: Path, sections: PipelineSections, study: Study, *, planned: Planned | None
+) -> dict[str, Any]:
+    from exitwave.workflows.report import write_report
+
+    tune, train = sections.tune, sections.train
+    assert tune is not None and train is not None
+    best = best_trial(study.trials, maximize=tune.objective.maximize)
+    found = counts(study)
+    shares = importance(tune, study.trials)
+    log = EventLog(out / "events.jsonl")
+    log.emit("study_finished", **found, best=None if best is None else best.number, importance=shares)
+    if best is not None:
+        resolved = {k: v for k, v in _resolved(sections, None if planned else out).items() if k not in ("tune", "data")}
+        resolved["train"] = trial_spec(tune, train, best.values).canonical()
+        head = f"The pipeline with the values of trial {best.number}, the best of {len(study.trials)}"
+        write_atomic(out / "best.yaml", dump_yaml(resolved, comment=resolved_comment(head, versions())).encode())
+    report = write_report(out)
+    return _document(out, tune, study, best, report)
+
+
+def _document(out: Path, tune: TuneSpec, study: Study, best: Trial | None, report: Path) -> dict[str, Any]:
+    found = counts(study)
+    damaged = [t for t in study.trials if t.state == "failed" and t.failure not in _OWN_FAILURES]
+    document: dict[str, Any] = {
+        "study": str(out),
+        "trials": {"planned": tune.trials, **found},
+        "seconds": round(study.seconds, 3),
+        "metric": tune.objective.metric,
+        "best": None,
+        "failures": [
+            {"trial": t.number, "state": t.failure, "why": t.why} for t in study.trials if t.state == "failed"
+        ],
+        "report": str(report),
+        "exit_code": 3 if damaged or best is None else 0,
+    }
+    words = [f"{len(study.trials)} trials: " + ", ".join(f"{n} {state}" for state, n in found.items() if n) + "."]
+    if best is not None:
+        run = out / "trials" / str(best.number)
+        document["best"] = {
+            "trial": best.number,
+            "value": best.value,
+            "values": dict(best.values),
+            "run": str(run),
+            "model": str(run / "model.pt"),
+            "configuration": str(out / "best.yaml"),
+        }
+        values = "\n".join(f"  {key}: {json.dumps(value)}" for key, value in best.values.items())
+        words.append(f"Best: trial {best.number}, {tune.objective.metric} {best.value:.4g}, with\n{values}")
+        words.append(f"Its model is {run / 'model.pt'}; {out / 'best.yaml'} is its pipeline.")
+    else:
+        words.append("No trial was finished: there is no best one.")
+    if found["running"]:
+        words.append(f"The time (tune.max_seconds) is over: {found['running']} wait at a checkpoint for more of it.")
+    if found["failed"]:
+        worst = next(t for t in study.trials if t.state == "failed")
+        words.append(f"{found['failed']} failed, trial {worst.number} first ({worst.failure}): {worst.why}")
+    words.append(f"Done in {human_seconds(study.seconds)}. Open {report}")
+    document["message"] = "\n".join(words)
+    return document

@@ -21,9 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from exitwave.ingest.events import read_events
 from exitwave.ingest.files import part_path
 from exitwave.ingest.manifest import MANIFEST_NAME
-from exitwave.simulate.counters import SNAPSHOT_VERSION, Counters
+from exitwave.simulate.counters import SNAPSHOT_VERSION, Counters, fold
 from exitwave.simulate.lease import told_epoch
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["STATUS_NAME", "LiveStatus", "read_live"]
 
 STATUS_NAME = "status.json"
+_EVENTS_NAME = "events.jsonl"
 _EVERY_S = 1.0
 _PICTURES_EVERY_S = 5.0
 _STALE_S = 15.0
@@ -43,7 +45,8 @@ Publish = Callable[[Mapping[str, Any]], None]
 class LiveStatus:
     """A context manager. Give `feed` every event; inside, snapshots are written and published.
 
-    `epoch` is that of the controller's lease: a reader tells by it whether the file is this controller's.
+    `epoch` is that of the controller's lease: a reader tells by it whether the file is this controller's. That of a
+    pipeline outlives its campaign, which is attached to it, and shows staging and training, too.
     """
 
     def __init__(
@@ -54,8 +57,29 @@ class LiveStatus:
         self._lock = threading.Lock()
         self._wake, self._shown, self._ended = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="exitwave-status", daemon=True)
+        self._close: Callable[[], None] | None = None
         self._pictures: list[Picture] = []
         self._pictured: tuple[float, str] = (0.0, "")
+
+    def attach(self, *, epoch: int, publish: Publish | None, close: Callable[[], None] | None = None) -> None:
+        """From now on it shows the campaign of the controller with this `epoch`, also by `publish`, until `close`,
+        which is called at the end or when the next campaign is attached."""
+        self._close_page()
+        with self._lock:
+            self._epoch, self._publish, self._close = epoch, publish, close
+        self._take_over()
+
+    def remember(self) -> None:
+        """Show the campaign that the data set's events tell of, where it is over and none was attached."""
+        with self._lock:
+            if self._epoch == 0:
+                self._counters = fold(read_events(self._dataset / _EVENTS_NAME))
+                self._epoch = told_epoch(self._dataset)
+
+    def _close_page(self) -> None:
+        close, self._close, self._publish = self._close, None, None
+        if close is not None:
+            close()
 
     def feed(self, event: Mapping[str, Any]) -> None:
         """Take in one event. The end of a run is shown before this returns, or two seconds were not enough for it."""
@@ -118,17 +142,20 @@ class LiveStatus:
                 _replace(self._dataset / STATUS_NAME, _text({**shown, "epoch": self._epoch}))
 
     def __enter__(self) -> LiveStatus:
-        self._take_over()
+        if self._epoch:
+            self._take_over()
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._publish = None  # the cluster is closed by now
+        if self._close is None:
+            self._publish = None  # the cluster is closed by now
         self._ended = True
         self._wake.set()
         self._thread.join(timeout=_PATIENCE_S)
+        self._close_page()
 
 
 def read_live(dataset: Path, holder: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -40,6 +40,8 @@ def run_rank(
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
+    online: Path | None = None,
+    replay: Path | None = None,
 ) -> None:
     """Train as the rank at `place`; leaves an error behind as a file and raises it."""
     die_with_parent()
@@ -49,7 +51,7 @@ def run_rank(
         if place.job:
             out.mkdir(parents=True, exist_ok=True)  # where the ranks meet by a file; torch would wait for it in silence
         _train(session, place, config, data, out, cache=cache, cache_capacity=cache_capacity, mesh=mesh,
-               fresh=fresh, overrides=overrides)  # fmt: skip
+               fresh=fresh, overrides=overrides, online=online, replay=replay)  # fmt: skip
     except BaseException as error:
         with suppress(OSError):
             _write_error(out, place.rank, error)
@@ -68,17 +70,22 @@ def _train(
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
+    online: Path | None = None,
+    replay: Path | None = None,
 ) -> None:
     from exitwave.workflows.train_config import read_training
 
     shape = check_mesh(mesh, place.world_size)
     training = read_training(config, overrides)
     data = find_dataset(data)
-    require_split(data, training.spec.train_split)
+    if online is None:
+        require_split(data, training.spec.train_split)
     from exitwave.train.mesh import RankInfo
+    from exitwave.train.online import read_online
     from exitwave.train.spatial_mesh import mesh_of
     from exitwave.train.trainer import train
 
+    arriving = read_online(online, replay)
     info = RankInfo(
         rank=place.rank,
         world_size=place.world_size,
@@ -90,14 +97,14 @@ def _train(
     if place.ours or place.rank > 0:
         train(
             training.spec, data=data, out=out, rank_info=info, parallel=parallel, cache=cache,
-            cache_capacity=cache_capacity, fresh=fresh,
+            cache_capacity=cache_capacity, fresh=fresh, online=arriving,
             stop=session.stop.is_set,
         )  # fmt: skip
         return
     with session.progress() as feed:
         result = train(
             training.spec, data=data, out=out, rank_info=info, parallel=parallel, cache=cache,
-            cache_capacity=cache_capacity, fresh=fresh,
+            cache_capacity=cache_capacity, fresh=fresh, online=arriving,
             emit=feed,
             stop=session.stop.is_set,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
+from exitwave.workflows.adaptive_facts import adaptive_status
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.session import Session
 from exitwave.workflows.tables import status_table
@@ -19,6 +20,7 @@ from exitwave.workflows.training_seen import FollowedTraining, TrainingSeen
 __all__ = ["dataset_of", "failures_of", "show_status", "status_document", "watch_status"]
 
 _EVERY_S = 1.0
+_STAGED = {"finished": "done", "skipped": "not needed"}  # online, shards are read where they are written
 
 
 def dataset_of(folder: Path) -> tuple[Path, Path | None]:
@@ -76,8 +78,11 @@ def status_document(folder: Path, *, training: TrainingSeen | None = None) -> di
         return _made_of_others(dataset)
     document: dict[str, Any] = campaign_status(dataset)
     document["state"] = _state(document)
+    whole = document["samples"]["committed"] == document["samples"]["planned"]
+    if (steered := adaptive_status(dataset)) is not None:
+        document["adaptive"] = steered
+        whole = whole and steered["decided"] >= steered["rounds"]
     if run is not None:
-        whole = document["samples"]["committed"] == document["samples"]["planned"]
         document["stages"] = _stages(run, training, whole=whole)
     return document
 
@@ -119,7 +124,7 @@ def _stages(run: Path, training: TrainingSeen | None, *, whole: bool) -> dict[st
     stages = {"simulate": "done" if whole else "not finished"}
     parts = [e for e in read_events(run / "events.jsonl") if e["kind"].startswith("part_")]
     last = {e["part"]: e["kind"].removeprefix("part_") for e in parts}
-    stages["stage"] = "done" if last.get("stage") == "finished" else "not finished"
+    stages["stage"] = _STAGED.get(last.get("stage", ""), "not finished")
     done = (train / "model.pt").exists()
     stages["train"] = "done" if done else (training or FollowedTraining(train).look()).words()
     stages["evaluate"] = "done" if (train / "metrics.json").exists() else "not yet"

@@ -23,6 +23,7 @@ __all__ = ["plain_line", "watch_status", "watch_view"]
 _EVERY_S = 1.0
 _SILENT_S = 5.0
 _BAR = 48
+_QUIET = "bright_black"
 _COLOURS = {
     "committed": "green",
     "running": "yellow",

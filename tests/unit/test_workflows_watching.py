@@ -28,7 +28,13 @@ TOLD: list[dict[str, Any]] = [
 
 
 def document(**changes: Any) -> dict[str, Any]:
-    return {**fold(TOLD).snapshot(NOW), "running": True, "state": "running (host a, pid 1)", **changes}
+    return {
+        **fold(TOLD).snapshot(NOW),
+        "updated": time.time(),
+        "running": True,
+        "state": "running (host a, pid 1)",
+        **changes,
+    }
 
 
 def shown(told: dict[str, Any], width: int = 110) -> str:

@@ -5,8 +5,8 @@
 Two parts, whose targets stand in one document. The first: each round simulates the same samples twice, in turn: bare (a
 loop over the simulator, nothing kept) and as a campaign on the inline cluster, which pickles every task and result. One
 core, one process, so that both do the same work. Also measured: one epoch of the shards through `ShardDataset` against
-bare sequential reads of the same files. What a campaign costs once (planning, the index, the first events: about 0.15 s)
-is in it, so that campaigns of few samples cost more: see `--samples`.
+bare sequential reads of the same files. What a campaign costs once is in it (planning, the index, the first events:
+about 0.15 s), so that campaigns of few samples cost more: see `--samples`.
 
 The second: what a second worker brings. Two bare processes of the simulation against one, and two
 workers of a campaign (Dask, guarded processes, shards, manifest) against one, in turn. All samples are of one

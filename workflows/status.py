@@ -20,6 +20,7 @@ from exitwave.workflows.training_seen import FollowedTraining, TrainingSeen
 __all__ = ["dataset_of", "failures_of", "show_status", "status_document", "watch_status"]
 
 _EVERY_S = 1.0
+_STAGED = {"finished": "done", "skipped": "not needed"}  # online, shards are read where they are written
 
 
 def dataset_of(folder: Path) -> tuple[Path, Path | None]:
@@ -123,7 +124,7 @@ def _stages(run: Path, training: TrainingSeen | None, *, whole: bool) -> dict[st
     stages = {"simulate": "done" if whole else "not finished"}
     parts = [e for e in read_events(run / "events.jsonl") if e["kind"].startswith("part_")]
     last = {e["part"]: e["kind"].removeprefix("part_") for e in parts}
-    stages["stage"] = "done" if last.get("stage") == "finished" else "not finished"
+    stages["stage"] = _STAGED.get(last.get("stage", ""), "not finished")
     done = (train / "model.pt").exists()
     stages["train"] = "done" if done else (training or FollowedTraining(train).look()).words()
     stages["evaluate"] = "done" if (train / "metrics.json").exists() else "not yet"

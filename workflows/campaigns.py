@@ -316,8 +316,11 @@ def run_planned(
     feed: Callable[[Mapping[str, Any]], None],
     patience: Patience | None = None,
     live: LiveStatus | None = None,
+    order: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Run the campaign on a cluster made for it; a CampaignResult. `live`: of a pipeline, which shows what follows."""
+    """Run the campaign on a cluster made for it; a CampaignResult. `live`: of a pipeline, which shows what follows.
+    `order`: what its tasks are sorted by.
+    """
     from exitwave.simulate.campaign import run_campaign
     from exitwave.simulate.cluster import make_cluster
 
@@ -342,7 +345,14 @@ def run_planned(
 
     with session.finishing("the shards in hand"):
         return run_campaign(
-            planned.plan, dataset, made, listeners=[listen], stop=session.stop, patience=patience, live=live
+            planned.plan,
+            dataset,
+            made,
+            listeners=[listen],
+            stop=session.stop,
+            patience=patience,
+            live=live,
+            order=order,
         )
 
 

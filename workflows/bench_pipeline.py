@@ -1,8 +1,8 @@
 """`exitwave bench pipeline`: the line timed by its parts, beside a bare simulation and a plain training loop.
 
-Each round runs `exitwave run` on a small pipeline into a new folder, one worker and one rank, each on one thread; then a
-bare loop over the same samples of the same simulator, nothing kept; then the training loop that one writes by hand, on
-the data set that the line made. Rounds take turns, so that a busy moment of the machine falls on all.
+Each round runs `exitwave run` on a small pipeline into a new folder, one worker and one rank, each on one thread; then
+a bare loop over the same samples of the same simulator, nothing kept; then the training loop that one writes by hand,
+on the data set that the line made. Rounds take turns, so that a busy moment of the machine falls on all.
 
 What is compared are rates once each has begun: the campaign's between its first shard and its last, beside the bare
 loop's after the same number of samples; the median step, beside the plain loop's. What beginning costs (processes,

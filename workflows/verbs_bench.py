@@ -25,7 +25,8 @@ from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
     "ingest: shuffled batches beside raw reads, litdata, webdataset and mosaicml-streaming, each after showing that an "
     "epoch of it holds every sample once; staging beside cp. A loader that is not installed is skipped, and said so. "
     "spatial: samples split over ranks beside one process: values, gradients, memory, bytes read, the published "
-    "table, and the performance model beside measured steps. pipeline: the whole line, timed by its parts, beside a bare simulation and a plain training loop. About 4 minutes.",
+    "table, and the performance model beside measured steps. pipeline: the whole line, timed by its "
+    "parts, beside a bare simulation and a plain training loop; about 4 minutes.",
     example="exitwave bench simulate\n"
     "exitwave bench pipeline --json\n"
     "exitwave bench ingest --mds-python mds/bin/python\n"

@@ -44,7 +44,7 @@ def plain_training(data: Path, run: Path, steps: int) -> dict[str, Any]:
         batch = prepare([dataset[int(i)] for i in order.choice(len(dataset), spec.batch, replace=False)])
         loss = task.per_sample_loss(module(batch.inputs), batch).mean()
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if spec.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(module.parameters(), spec.optimizer.clip)
         optimizer.step()

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from exitwave.simulate.plan import Plan
 from exitwave.simulate.simulator import get_simulator
 from exitwave.simulate.threads import limit_threads
 from exitwave.workflows.campaigns import read_campaign
@@ -23,10 +24,11 @@ def bare_simulation(pipeline: Path) -> dict[str, Any]:
     """All tasks of the plan, one after the other, on one thread."""
     limit_threads()  # as a worker does
     plan = read_campaign(pipeline, ()).plan
+    assert isinstance(plan, Plan)
     simulator = get_simulator(plan.simulator)
     ends, counts = [time.perf_counter()], []
     for task in plan.tasks:
-        counts.append(sum(1 for _ in simulator.simulate(list(task.samples()))))
+        counts.append(len(list(simulator.simulate(list(task.samples())))))
         ends.append(time.perf_counter())
     return {"seconds": ends[-1] - ends[0], "samples_per_s": sum(counts[1:]) / (ends[-1] - ends[1])}
 

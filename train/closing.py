@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from exitwave.ingest import GrowingDataset
 from exitwave.ingest.errors import ExitwaveError
 from exitwave.train.allreduce.sharded_optimizer import whole_optimizer
 from exitwave.train.mesh import RankInfo
+from exitwave.train.online import whole_measure
 from exitwave.train.run import read_curve, saved_facts
 from exitwave.train.state import Progress, save_checkpoint
 from exitwave.train.training import Training, count_parameters
@@ -105,11 +107,17 @@ def finish(training: Training) -> TrainResult:
 
 
 def _save_model(training: Training) -> None:
+    measured = training.measured
+    if training.arrivals is not None:
+        assert isinstance(training.dataset, GrowingDataset)
+        training.arrivals.finish(training.step)
+        known = training.dataset.until(training.arrivals.seq_of(training.step - 1))
+        measured = whole_measure(measured, training.task.measure(known))
     with nullcontext() if training.ema is None else training.ema.in_place():
         training.task.save(
             training.out / "model.pt",
             training.module,
-            training.measured,
+            measured,
             dataset_id=training.dataset.dataset_id,
             step=training.step,
         )

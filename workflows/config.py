@@ -16,11 +16,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
+from string import Template
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -30,6 +33,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from exitwave.ingest.errors import UsageError
 from exitwave.workflows.faults import Fault, faults_of
+from exitwave.workflows.nodes_place import NETWORK_VARIABLES, NodePlace, interface_of, node_place, own_address
 
 __all__ = [
     "Document",
@@ -37,9 +41,13 @@ __all__ = [
     "apply_overrides",
     "differences",
     "dump_yaml",
+    "expanded_folder",
+    "in_allocation",
     "is_pipeline",
     "load_document",
     "parse_bytes",
+    "place_of_node",
+    "prefer_own_interface",
     "rank_environment",
     "read_resolved",
     "slurm_run",
@@ -274,7 +282,7 @@ def _put(data: Any, parts: Sequence[str], value: Any, option: str) -> KeyPath:
 
 # --- sections and validation ----------------------------------------------------------------------------------------
 
-_SECTIONS = ("campaign", "cluster", "stage", "train", "ranks", "evaluate", "tune")
+_SECTIONS = ("campaign", "cluster", "stage", "train", "ranks", "launch", "evaluate", "tune")
 
 
 def is_pipeline(document: Document) -> bool:
@@ -410,9 +418,46 @@ class RankEnvironment:
         return "env://" if not self.job else f"file://{out.resolve()}/.rendezvous-{self.job}"
 
 
-def slurm_run() -> str:
+def slurm_run(environ: Mapping[str, str] | None = None) -> str:
     """Step and restart of the Slurm job that this process is in: the same for all tasks of one srun, and no other."""
-    return f"{os.environ.get('SLURM_STEP_ID', '0')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    env = os.environ if environ is None else environ
+    return f"{env.get('SLURM_STEP_ID', '0')}-{env.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def place_of_node(nodes: int) -> NodePlace | None:
+    """This task's place among `nodes` nodes, or None where srun did not start it."""
+    return node_place(os.environ, nodes)
+
+
+def prefer_own_interface() -> None:
+    """Under srun on several nodes: let gloo and NCCL use the interface by which others reach this node.
+
+    Left to themselves they take the address that the host's own name has, which may be 127.0.1.1.
+    """
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
+    if nodes == "1":
+        return
+    address = own_address(os.environ.get("EXITWAVE_INTERFACE"), os.environ.get("SLURMD_NODENAME"))
+    if (interface := interface_of(address)) is not None:
+        for name in NETWORK_VARIABLES:
+            os.environ.setdefault(name, interface)
+
+
+def in_allocation() -> bool:
+    """Whether Slurm has given this process nodes, in which no step runs yet: `salloc`, or a script of one's own."""
+    return "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
+
+
+def expanded_folder(text: str, key: str) -> Path:
+    """A folder in which $TMPDIR, $USER and other variables of this node are filled in. Raises UsageError naming `key`.
+
+    $TMPDIR is /tmp where it is not set.
+    """
+    known = {"TMPDIR": tempfile.gettempdir(), "USER": str(os.getuid()), **os.environ}
+    path = Template(text).safe_substitute(known)
+    if "$" in path or not path.startswith("/"):
+        raise UsageError(f"{key}: expected a folder's whole path; {text!r} is {path!r} on {socket.gethostname()}.")
+    return Path(path)
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
@@ -437,7 +482,7 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
                 world_size=int(env["SLURM_NTASKS"]),
                 local_rank=int(env.get("SLURM_LOCALID", "0")),
                 launcher="srun",
-                job="" if "MASTER_ADDR" in env else f"{env.get('SLURM_JOB_ID', '0')}-{env['SLURM_STEP_ID']}",
+                job="" if "MASTER_ADDR" in env else f"{env.get('SLURM_JOB_ID', '0')}-{slurm_run(env)}",
             )
     except ValueError as error:
         raise UsageError(

@@ -34,7 +34,18 @@ from exitwave.workflows.provenance import versions
 from exitwave.workflows.rank import check_mesh, clear_rank_errors, read_rank_errors
 from exitwave.workflows.session import Session
 
-__all__ = ["EventTail", "evaluate_run", "locked", "make_folder", "start_ranks", "train_with_ranks", "training_document"]
+__all__ = [
+    "EventTail",
+    "evaluate_run",
+    "locked",
+    "make_folder",
+    "prepare_run",
+    "refuse_other",
+    "start_ranks",
+    "train_with_ranks",
+    "training_document",
+    "why_ranks_ended",
+]
 
 _POLL_S = 0.2
 _NO_ROOM_BYTES = 64 << 10
@@ -57,6 +68,7 @@ def train_with_ranks(
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
+    replay: Path | None = None,
 ) -> dict[str, Any]:
     """Train with `ranks` processes on this machine; returns what came of it."""
     from exitwave.workflows.train_config import read_training
@@ -70,6 +82,7 @@ def train_with_ranks(
             start_ranks(
                 session, training.spec, data, out,
                 ranks=n, cache=cache, cache_capacity=cache_capacity, mesh=mesh, fresh=fresh, feed=feed,
+                replay=replay,
             )  # fmt: skip
         return training_document(out)
 
@@ -117,24 +130,23 @@ def start_ranks(
     mesh: str = "auto",
     fresh: bool,
     feed: Callable[[Mapping[str, Any]], None],
+    online: Path | None = None,
+    replay: Path | None = None,
 ) -> None:
-    """Start the ranks, follow them to their end; raises what they failed with. `spec` is a TrainSpec."""
-    from exitwave.ingest.manifest import load_manifest
+    """Start the ranks, follow them to their end; raises what they failed with. `spec` is a TrainSpec.
 
-    header = load_manifest(data).header
-    require_split(data, spec.train_split)
-    if (found := completeness(data)) is not None and found.sentence:
-        session.note(f"{data}: {found.sentence} The training uses what is there.")
-    _refuse_other(out, spec, header.dataset_id, fresh=fresh)
-    clear_rank_errors(out)
-    resolved = out / "train.yaml"
-    text = dump_yaml(spec.canonical(), comment=resolved_comment("A training", versions()))
-    write_atomic(resolved, text.encode())
+    `online`: settings of a training while the data set grows; `replay`: the log of arrivals of one to do again.
+    """
+    resolved = prepare_run(session, spec, data, out, fresh=fresh, online=online, replay=replay)
     arguments = ["train", str(resolved), "--data", str(data), "--out", str(out), "--quiet"]
     if cache is not None:
         arguments += ["--cache", str(cache)]
     if cache_capacity is not None:
         arguments += ["--cache-capacity", str(cache_capacity)]
+    if replay is not None:
+        arguments += ["--replay", str(replay)]
+    elif online is not None:
+        arguments += ["--online", str(online)]
     if mesh != "auto":
         arguments += ["--mesh", mesh]
     if fresh:
@@ -145,6 +157,32 @@ def start_ranks(
     tail = EventTail(events, from_end=not fresh)
     with session.finishing("this step and its checkpoint"):
         _run_ranks(session, out, _command(ranks, arguments), ranks=ranks, tail=tail, feed=feed)
+
+
+def prepare_run(
+    session: Session,
+    spec: Any,
+    data: Path,
+    out: Path,
+    *,
+    fresh: bool,
+    online: Path | None = None,
+    replay: Path | None = None,
+) -> Path:
+    """RUN is made this training's, before any rank starts: the path of the configuration that the ranks read.
+
+    Raises UsageError when it belongs to another training or the data set has no such split.
+    """
+    if online is None:  # else it comes
+        require_split(data, spec.train_split)
+        if (found := completeness(data)) is not None and found.sentence:
+            session.note(f"{data}: {found.sentence} The training uses what is there.")
+    refuse_other(out, spec, data, fresh=fresh, online=online, replay=replay)
+    clear_rank_errors(out)
+    resolved = out / "train.yaml"
+    text = dump_yaml(spec.canonical(), comment=resolved_comment("A training", versions()))
+    write_atomic(resolved, text.encode())
+    return resolved
 
 
 def _run_ranks(
@@ -181,7 +219,9 @@ def _run_ranks(
     finally:
         session.interrupts.last_words.remove(kill)
     if process.returncode != 0:
-        raise _why(out, process.returncode, stopped=session.stop.is_set(), since=since, ranks=ranks)
+        raise why_ranks_ended(
+            out, process.returncode, stopped=session.stop.is_set(), log=out / "train.log", since=since, ranks=ranks
+        )
 
 
 def _command(ranks: int, arguments: Sequence[str]) -> list[str]:
@@ -198,20 +238,33 @@ def _command(ranks: int, arguments: Sequence[str]) -> list[str]:
     )
 
 
-def _refuse_other(out: Path, spec: Any, dataset_id: str, *, fresh: bool) -> None:
+def refuse_other(
+    out: Path, spec: Any, data: Path, *, fresh: bool, online: Path | None = None, replay: Path | None = None
+) -> None:
     """Say at once, without starting anything, that the folder belongs to another training."""
     path = out / "train.json"
     if fresh or not path.exists():
         return
+    from exitwave.ingest.manifest import load_manifest
     from exitwave.train.spec import spec_difference, with_defaults
 
     try:
         before = json.loads(path.read_text())
     except ValueError:
         return  # the ranks will say what is wrong with it
+    dataset_id = load_manifest(data).header.dataset_id
     difference = spec_difference(with_defaults(before.get("spec", {})), spec.canonical())
     if before.get("dataset_id") != dataset_id:
         difference.insert(0, f"data set: {before.get('dataset_id')} -> {dataset_id}")
+    if online is not None or replay is not None or before.get("online") is not None:
+        from exitwave.train.online import read_online
+
+        arriving = read_online(online, replay)
+        then, now = before.get("online"), None if arriving is None else arriving.identity()
+        if (then is None) != (now is None):
+            difference.append(f"--online: {'with' if then else 'without'} -> {'with' if now else 'without'}")
+        else:
+            difference += spec_difference(then or {}, now or {}, "online.")
     if difference:
         lines = "\n  ".join(difference)
         raise UsageError(
@@ -276,10 +329,9 @@ class EventTail:
         return events
 
 
-def _why(out: Path, code: int, *, stopped: bool, since: int = 0, ranks: int = 1) -> ExitwaveError:
-    """The one error that explains how the ranks ended. `since`: where in train.log this attempt begins."""
+def why_ranks_ended(out: Path, code: int, *, stopped: bool, log: Path, since: int = 0, ranks: int = 1) -> ExitwaveError:
+    """The one error that explains how the ranks ended. `since`: where in torchrun's `log` this attempt begins."""
     errors = read_rank_errors(out)
-    log = out / "train.log"
     who = "rank 0" if ranks == 1 else "torchrun, which runs the ranks,"
     killed = _killed(log, since) if code >= 0 else f"{who} was killed by {signal.Signals(-code).name}"
     if errors and not killed:

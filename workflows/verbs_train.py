@@ -13,6 +13,9 @@ from exitwave.workflows.commands import HELP, LINE, TRAIN, ClusterOption, Debug,
 from exitwave.workflows.session import open_session
 
 Ranks = Annotated[int | None, typer.Option("--ranks", min=1, metavar="N", help="Training processes.")]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", min=1, metavar="N", help="Train in a job of Slurm on so many nodes.")
+]
 Cache = Annotated[
     Path | None, typer.Option("--cache", metavar="DIR", help="Read shards from this cache (see `exitwave stage`).")
 ]
@@ -27,8 +30,11 @@ Data = Annotated[Path, typer.Option("--data", metavar="DATASET", help="The data 
     "as the rank "
     "that it was started as. Called again on the same RUN it goes on from the last checkpoint, also with "
     "another number "
-    "of ranks; another configuration is refused with the difference unless --fresh.",
+    "of ranks; another configuration is refused with the difference unless --fresh. With --nodes it submits a job to "
+    "Slurm and follows it: each node stages the data set to its own disk and runs its part of the ranks; preempted or "
+    "at its walltime the job leaves a checkpoint, is queued again and goes on. docs/slurm.md shows the whole of it.",
     example="exitwave train quickstart.yaml --data data/quick --out runs/a --ranks 2\n"
+    "exitwave train quickstart.yaml --data data/quick --out runs/a --nodes 4 --ranks 16 --script\n"
     "torchrun --nproc-per-node 2 -m exitwave.workflows train train.yaml --data data/quick --out runs/a",
     then="`exitwave evaluate RUN --data DATASET`, then `exitwave report RUN`.",
     codes="0 trained; 1 a rank failed; 2 configuration; 3 damaged data; 75 interrupted after a checkpoint, the "
@@ -57,19 +63,43 @@ def train(
             help="D ranks with samples of their own x S ranks that share each sample; auto: what is fastest.",
         ),
     ] = "auto",
+    nodes: Nodes = None,
+    script: Annotated[
+        bool,
+        typer.Option("--script", help="With --nodes: print the job's script, RUN/.slurm/job.sh, and submit nothing."),
+    ] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="With --nodes: submit the job and leave.")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again: earlier checkpoints of RUN are removed.")
     ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", metavar="RUN", help="Do a training of `exitwave run --online` again, step for step."),
+    ] = None,
+    online: Annotated[Path | None, typer.Option("--online", hidden=True)] = None,
     overrides: Overrides = None,
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     from exitwave.workflows.config import parse_bytes, rank_environment
+    from exitwave.workflows.nodes_verb import NodesAsked, train_by_nodes
 
     limit = None if cache_capacity is None else parse_bytes(cache_capacity, "--cache-capacity")
     if limit is not None and cache is None:
         raise UsageError("--cache-capacity: it says how large the cache may be; name its folder with --cache.")
+    asked = NodesAsked(nodes=nodes, script=script, detach=detach)
+    if replay is not None:
+        from exitwave.workflows.online import find_replay
+
+        if nodes is not None:
+            raise UsageError("--replay: it is done again on this machine; leave --nodes out.")
+        replay = find_replay(replay)
+    if train_by_nodes(
+        asked, config, data, out, ranks=ranks, cache=cache, cache_capacity=limit, mesh=mesh, fresh=fresh,
+        overrides=overrides or (), json=json, quiet=quiet,
+    ):  # fmt: skip
+        return
     place = rank_environment()
     if place is not None:
         from exitwave.workflows.rank import run_rank
@@ -78,6 +108,7 @@ def train(
             run_rank(
                 session, place, config, data, out,
                 cache=cache, cache_capacity=limit, mesh=mesh, fresh=fresh, overrides=overrides or (),
+                online=online, replay=replay,
             )  # fmt: skip
         return
     from exitwave.workflows.launch import train_with_ranks
@@ -94,6 +125,7 @@ def train(
             mesh=mesh,
             fresh=fresh,
             overrides=overrides or (),
+            replay=replay,
         )
         session.result(document, lambda: document["message"])
 
@@ -144,8 +176,11 @@ def evaluate(
     panel=LINE,
     purpose="Do the whole line: simulate, stage, train, evaluate, report.",
     more="The same configuration on the same RUN always goes on where it was; another is refused with the difference; "
-    "--fresh starts again. `exitwave status RUN` watches it from another terminal.",
-    example="exitwave init quickstart.yaml\nexitwave run quickstart.yaml --out runs/first",
+    "--fresh starts again. `exitwave status RUN` watches it from another terminal. With --online the training begins "
+    "when a tenth of its samples is there, and goes on while the others come; `exitwave train --replay RUN` does it "
+    "again afterwards.",
+    example="exitwave init quickstart.yaml\nexitwave run quickstart.yaml --out runs/first\n"
+    "exitwave run quickstart.yaml --out runs/second --online",
     then="Open RUN/report.html in a browser. Change the file and run it into another RUN to compare.",
     codes="0 done; 1 internal error; 2 configuration; 3 finished, but some shards failed; 75 interrupted or "
     "disk full, the "
@@ -157,6 +192,8 @@ def run(
     cluster: ClusterOption = None,
     workers: Workers = None,
     ranks: Ranks = None,
+    nodes: Nodes = None,
+    online: Annotated[bool, typer.Option("--online", help="Train while the campaign runs.")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again: what an earlier run left in RUN is deleted.")
     ] = False,
@@ -175,8 +212,10 @@ def run(
             cluster=cluster,
             workers=workers,
             ranks=ranks,
+            nodes=nodes,
             fresh=fresh,
             overrides=overrides or (),
+            online=online,
         )
         session.result(document, lambda: document["message"])
         raise typer.Exit(int(document["exit_code"]))

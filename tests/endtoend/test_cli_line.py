@@ -74,6 +74,7 @@ def test_status_says_what_is_done(made: tuple[Path, Path]) -> None:
     assert status["samples"] == {"planned": 24, "committed": 24, "failed": 0, "rejected": 0}
     assert status["shards"] == {"pending": 0, "running": 0, "committed": 8, "failed": 0, "rejected": 0}
     assert status["state"] == "complete" and status["stages"]["train"] == "done"
+    assert (status["trainer"]["step"], status["trainer"]["state"]) == (12, "ended")  # as the page showed it
     assert {"rate_samples_per_s", "eta_s", "attempts", "cluster", "dashboard"} <= set(status)
     watched = exitwave("status", run, "--watch", timeout=60)
     assert watched.returncode == 0 and "24 of 24 samples, complete" in watched.stdout

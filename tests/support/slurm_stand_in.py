@@ -4,6 +4,11 @@
 each job. A job is a runner process (`python slurm_stand_in.py _run FOLDER ID`) that waits for a free slot, starts the
 script with bash in a session of its own, sends SIGTERM and, two seconds later, SIGKILL at the walltime, at a `scancel`
 or at a preemption, and queues a preempted job again where it was submitted with --requeue.
+
+With `nodes`, a job takes as many of them as it asks for by --nodes: its script runs on the first, and srun starts one
+task on each. A node is a prefix of commands (`ip netns exec …`), and a folder that is TMPDIR there. As Slurm's own,
+this srun passes signals on to its tasks but answers SIGTERM by killing them, and `--signal=B:USR1@S` goes to the
+script's shell alone, before the walltime or at a preemption that warns (`preempt(job, warning_s=…)`).
 """
 
 from __future__ import annotations
@@ -49,14 +54,17 @@ def change(folder: Path, job: str, **values: Any) -> dict[str, Any]:
 
 
 class SlurmStandIn:
-    """For tests. `slots`: how many jobs can run at once."""
+    """For tests. `slots`: how many jobs can run at once. `nodes`: name -> prefix of the commands that run there."""
 
-    def __init__(self, folder: Path, *, slots: int = 8) -> None:
+    def __init__(self, folder: Path, *, slots: int = 8, nodes: dict[str, list[str]] | None = None) -> None:
         self.folder = folder
         self.bin = folder / "bin"
         for path in (self.bin, folder / "jobs"):
             path.mkdir(parents=True)
         (folder / "slots").write_text(str(slots))
+        (folder / "nodes.json").write_text(json.dumps(nodes or {}))
+        for name in nodes or {}:
+            (folder / "tmp" / name).mkdir(parents=True)
         for name in COMMANDS:
             file = self.bin / name
             words = [sys.executable, str(Path(__file__).resolve()), name, str(folder)]
@@ -72,9 +80,18 @@ class SlurmStandIn:
             found = read(self.folder)
         return {k: v for k, v in found.items() if not states or v["state"] in states}
 
-    def preempt(self, job: str) -> None:
+    def preempt(self, job: str, *, warning_s: float = 0.0) -> None:
+        """Take the job's nodes away; with a warning, its own signal comes first."""
         with locked(self.folder):
-            change(self.folder, job, order="preempt")
+            change(self.folder, job, order="preempt", warning_s=warning_s)
+
+    def end_node(self, name: str) -> None:
+        """Kill all that runs on a node that is a network namespace."""
+        space = json.loads((self.folder / "nodes.json").read_text())[name][-1]
+        done = subprocess.run(["ip", "netns", "pids", space], check=True, capture_output=True, text=True)
+        for pid in map(int, done.stdout.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Cancel everything and wait for it."""
@@ -101,7 +118,7 @@ def sbatch(folder: Path, arguments: list[str]) -> int:
             folder, job, state="PENDING", name=options.get("job-name", "sbatch"), runs=0, order="",
             seconds=_seconds(options.get("time", "01:00:00")), tasks=int(options.get("ntasks", "1")),
             requeue="requeue" in options, output=shlex.split(options["output"])[0].replace("%j", job),
-            cwd=str(Path.cwd()),
+            cwd=str(Path.cwd()), nodes=int(options.get("nodes", "1")), signal=options.get("signal", ""), allotted=[],
         )  # fmt: skip
     subprocess.Popen(
         [sys.executable, __file__, "_run", str(folder), job],
@@ -144,14 +161,35 @@ def scontrol(folder: Path, arguments: list[str]) -> int:
 
 
 def srun(folder: Path, arguments: list[str]) -> int:
-    """All tasks of the job's step on this machine; the exit code is the largest of theirs."""
+    """All tasks of the job's step; the exit code is the largest of theirs. On nodes, one task each."""
     command = list(itertools.dropwhile(lambda a: a.startswith("-"), arguments))
-    tasks = int(os.environ["SLURM_NTASKS"])
-    started = []
+    options = dict(a[2:].partition("=")[::2] for a in arguments[: len(arguments) - len(command)])
+    nodes = json.loads((folder / "nodes.json").read_text())
+    hosts = [h for h in os.environ.get("SLURM_JOB_NODELIST", "").split(",") if h]
+    per_node = int(options.get("ntasks-per-node", "1"))
+    tasks = len(hosts) * per_node if hosts else int(options.get("ntasks", os.environ["SLURM_NTASKS"]))
+    started: list[subprocess.Popen[bytes]] = []
     for rank in range(tasks):
-        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
-        started.append(subprocess.Popen(command, env={**os.environ, **place}))
-    signal.signal(signal.SIGTERM, lambda *_: None)  # every task gets it too, and ends as it likes
+        node = rank // per_node if hosts else 0
+        place = {
+            "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % per_node if hosts else rank), "SLURM_STEP_ID": "0",
+            "SLURM_NODEID": str(node), "SLURM_NTASKS": str(tasks), "SLURM_STEP_NUM_TASKS": str(tasks),
+        }  # fmt: skip
+        prefix: list[str] = []
+        if hosts:
+            prefix = nodes[hosts[node]]
+            place |= {"SLURMD_NODENAME": hosts[node], "TMPDIR": str(folder / "tmp" / hosts[node])}
+        name = options.get("output", "/dev/stdout")
+        with Path(name.replace("%j", os.environ["SLURM_JOB_ID"]).replace("%n", str(node))).open("ab") as log:
+            started.append(subprocess.Popen([*prefix, *command], env={**os.environ, **place}, stdout=log, stderr=log))
+
+    def kill(*_: object) -> None:
+        print("srun: forcing job termination", file=sys.stderr, flush=True)
+        for process in started:
+            process.kill()
+
+    signal.signal(signal.SIGTERM, kill)
+    signal.signal(signal.SIGUSR1, lambda *_: [p.send_signal(signal.SIGUSR1) for p in started])
     return max(abs(process.wait()) for process in started)
 
 
@@ -178,8 +216,21 @@ def _wait_for_slot(folder: Path, job: str) -> bool:
             if rows[job]["order"] == "cancel":
                 change(folder, job, state="CANCELLED")
                 return False
-            if sum(r["state"] == "RUNNING" for r in rows.values()) < int((folder / "slots").read_text()):
-                change(folder, job, state="RUNNING", runs=rows[job]["runs"] + 1)
+            busy = {
+                h
+                for k, r in rows.items()
+                if k != job and r["state"] in ("RUNNING", "COMPLETING")
+                for h in r["allotted"]
+            }
+            nodes = json.loads((folder / "nodes.json").read_text())
+            free = [name for name in nodes if name not in busy]
+            slots = int((folder / "slots").read_text())
+            if sum(r["state"] == "RUNNING" for r in rows.values()) < slots and (
+                not nodes or len(free) >= rows[job]["nodes"]
+            ):
+                change(
+                    folder, job, state="RUNNING", runs=rows[job]["runs"] + 1, allotted=free[: rows[job]["nodes"]]
+                )  # fmt: skip
                 return True
         time.sleep(0.1)
     return False
@@ -190,17 +241,36 @@ def _run_once(folder: Path, job: str) -> str:
         row = read(folder)[job]
     script = folder / "jobs" / f"{job}.sh"
     environment = {**os.environ, "SLURM_JOB_ID": job, "SLURM_NTASKS": str(row["tasks"]), "SLURM_JOB_NAME": row["name"]}
+    prefix: list[str] = []
+    if row["allotted"]:
+        prefix = json.loads((folder / "nodes.json").read_text())[row["allotted"][0]]
+        environment |= {"SLURM_JOB_NODELIST": ",".join(row["allotted"]), "SLURM_NNODES": str(row["nodes"])}
     if row["runs"] > 1:
         environment["SLURM_RESTART_COUNT"] = str(row["runs"] - 1)
     with (Path(row["cwd"]) / row["output"]).open("ab") as log:
         process = subprocess.Popen(
-            ["bash", str(script)], start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            [*prefix, "bash", str(script)], start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             env=environment, cwd=row["cwd"],
         )  # fmt: skip
     end = time.monotonic() + row["seconds"]
-    state = "COMPLETED"
+    warning = re.fullmatch(r"B:USR1@(\d+)", row["signal"])
+    warn_at = end - int(warning[1]) if warning else float("inf")
+    state, preempted_at = "COMPLETED", 0.0
     while process.poll() is None:
-        order = read(folder)[job]["order"] if (folder / "jobs").exists() else "cancel"
+        now = read(folder)[job] if (folder / "jobs").exists() else {"order": "cancel"}
+        order = now["order"]
+        if order == "preempt" and not preempted_at:
+            preempted_at = time.monotonic() + now.get("warning_s", 0.0)
+            warn_at = 0.0 if warning and now.get("warning_s") else float("inf")
+        if time.monotonic() > warn_at:
+            warn_at = float("inf")
+            os.kill(process.pid, signal.SIGUSR1)
+        if order == "preempt" and time.monotonic() < preempted_at:
+            time.sleep(0.05)
+            continue
+        if order == "requeue" and process.poll() is None and "scontrol requeue" in script.read_text():
+            time.sleep(0.05)  # the script asked for it, and is about to end
+            continue
         if order in ("cancel", "preempt", "requeue") or time.monotonic() > end:
             state = {"cancel": "CANCELLED", "preempt": "PREEMPTED", "requeue": "REQUEUED"}.get(order, "TIMEOUT")
             with locked(folder):
@@ -211,6 +281,8 @@ def _run_once(folder: Path, job: str) -> str:
     _sweep(process.pid)
     if state == "COMPLETED" and read(folder)[job]["order"] == "requeue":
         return "REQUEUED"
+    if preempted_at:
+        return "PREEMPTED"
     return state if process.returncode == 0 else "FAILED"
 
 

@@ -293,3 +293,25 @@ def test_the_split_of_a_composition_hangs_on_no_way_of_writing_it() -> None:
 def test_fractions_are_of_units() -> None:
     splits = assign_splits([unit(f"E{i}") for i in range(20)], SplitSpec(val=0.1, test=0.25), 0)
     assert splits.count("val") == 2 and splits.count("test") == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling_A", "semiangle_mrad", "warned"),
+    [("Au", 0.25, 20, True), ("Au", 0.25, 12, False), ("Au", 0.2, 20, False), ("Al", 0.25, 20, True)],
+)
+def test_a_grid_whose_waves_may_hold_more_than_the_beam_is_told(
+    name: str, sampling_A: float, semiangle_mrad: float, warned: bool
+) -> None:
+    sampling = {"energy_keV": 200, "semiangle_mrad": semiangle_mrad, "thickness_A": 20}
+    grid = {"sampling_A": sampling_A, "max_gpts": 256}
+    made = plan(structures=[{"library": [name]}], split={"val": 0, "test": 0}, sampling=sampling, grid=grid)
+    assert any("more than the beam" in warning for warning in made.warnings) == warned, made.warnings
+
+
+def test_uranium_needs_a_finer_grid_still() -> None:
+    uranium = [{"prototype": "rocksalt", "elements": ["U", "C"], "a_A": 4.96}]
+    told = [
+        plan(structures=uranium, split={"val": 0, "test": 0}, grid={"sampling_A": a, "max_gpts": 256}).warnings
+        for a in (0.2, 0.19)
+    ]
+    assert ["sampling_A of 0.19" in " ".join(warnings) for warnings in told] == [True, False]

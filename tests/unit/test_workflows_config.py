@@ -227,7 +227,9 @@ def test_rank_environments() -> None:
     slurm = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "9"}
     rank = rank_environment(slurm)
     assert rank is not None and (rank.rank, rank.world_size, rank.launcher) == (2, 3, "srun")
-    assert rank.init_method(Path("/run")) == "file:///run/.rendezvous-9-0"
+    assert rank.init_method(Path("/run")) == "file:///run/.rendezvous-9-0-0"
+    again = rank_environment(slurm | {"SLURM_RESTART_COUNT": "1"})  # a requeued job: not at what the killed ranks left
+    assert again is not None and again.init_method(Path("/run")) == "file:///run/.rendezvous-9-0-1"
     assert rank_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}) is None  # inside an allocation, but no step
     with pytest.raises(UsageError, match="expected numbers"):
         rank_environment({"RANK": "one", "WORLD_SIZE": "2"})

@@ -20,7 +20,7 @@ from exitwave.workflows import cli
 from exitwave.workflows.commands import app
 from exitwave.workflows.doctor import examine
 from exitwave.workflows.doctor_site import check_slurm, check_tls
-from exitwave.workflows.launch import EventTail, _why
+from exitwave.workflows.launch import EventTail, why_ranks_ended
 from exitwave.workflows.pipeline import _claim, _refuse_foreign, read_pipeline
 from exitwave.workflows.rank import check_mesh
 from exitwave.workflows.scaffold import template_names, template_text, write_template
@@ -292,7 +292,7 @@ def rank_error(out: Path, rank: int, **fields: Any) -> None:
 def test_the_rank_that_caused_it_is_shown(tmp_path: Path) -> None:
     rank_error(tmp_path, 0, t=1, message="rank 0 of 2: lost contact with another rank")
     rank_error(tmp_path, 1, t=2, message="shard abc is damaged", exit_code=3)
-    error = _why(tmp_path, 1, stopped=False)
+    error = why_ranks_ended(tmp_path, 1, stopped=False, log=tmp_path / "train.log")
     assert isinstance(error, DamagedDataError) and str(error) == "rank 1: shard abc is damaged"
 
 
@@ -300,18 +300,24 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     rank_error(tmp_path, 0, message="rank 0 of 2: lost contact with another rank")
     log = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
     (tmp_path / "train.log").write_text(log)
-    error = _why(tmp_path, 1, stopped=False)
+    error = why_ranks_ended(tmp_path, 1, stopped=False, log=tmp_path / "train.log")
     assert type(error) is ExitwaveError and "rank 1 was killed by SIGKILL" in str(error)
-    assert "lost contact" in str(_why(tmp_path, 1, stopped=False, since=len(log)))  # that was an earlier attempt
-    assert "rank 0 was killed by SIGKILL" in str(_why(tmp_path, -9, stopped=False))  # a lone rank, without torchrun
-    assert "torchrun, which runs the ranks, was killed by SIGKILL" in str(_why(tmp_path, -9, stopped=False, ranks=2))
+    assert "lost contact" in str(
+        why_ranks_ended(tmp_path, 1, stopped=False, log=tmp_path / "train.log", since=len(log))
+    )  # that was an earlier attempt
+    assert "rank 0 was killed by SIGKILL" in str(
+        why_ranks_ended(tmp_path, -9, stopped=False, log=tmp_path / "train.log")
+    )  # a lone rank, without torchrun
+    assert "torchrun, which runs the ranks, was killed by SIGKILL" in str(
+        why_ranks_ended(tmp_path, -9, stopped=False, log=tmp_path / "train.log", ranks=2)
+    )
 
 
 def test_ranks_that_stopped_are_an_interruption(tmp_path: Path) -> None:
     rank_error(tmp_path, 0, exit_code=75, message="stopped after step 4")
-    assert isinstance(_why(tmp_path, 1, stopped=True), InterruptedRunError)
-    assert isinstance(_why(tmp_path / "none", 1, stopped=True), InterruptedRunError)
-    assert type(_why(tmp_path / "none", 1, stopped=False)) is ExitwaveError
+    assert isinstance(why_ranks_ended(tmp_path, 1, stopped=True, log=tmp_path / "train.log"), InterruptedRunError)
+    assert isinstance(why_ranks_ended(tmp_path / "none", 1, stopped=True, log=tmp_path / "none"), InterruptedRunError)
+    assert type(why_ranks_ended(tmp_path / "none", 1, stopped=False, log=tmp_path / "none")) is ExitwaveError
 
 
 def test_the_log_is_followed_by_whole_lines(tmp_path: Path) -> None:

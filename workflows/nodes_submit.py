@@ -1,0 +1,230 @@
+"""`exitwave train --nodes N` outside a job: check, write the script, submit it by sbatch, and follow the job.
+
+1. All that can be refused is refused here, before anything waits in a queue.
+2. RUN/.slurm/job.sh is the script and RUN/.slurm/job.json the job's number. The same command finds a job of RUN that is
+   still queued or running and follows it instead of submitting another.
+3. How far the training is comes from RUN/events.jsonl, and whether the job is still there from `squeue`; a requeued
+   job is followed on. Where squeue does not answer, the job counts as being there.
+4. At the end the exit code is the one that the script left, with the message of the node that knew it first.
+5. Ctrl-C or SIGTERM cancels the job. If this command is killed, the job goes on, and the same command finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
+from exitwave.ingest.files import write_atomic
+from exitwave.workflows.config import dump_yaml, resolved_comment
+from exitwave.workflows.datasets import find_dataset, require_split
+from exitwave.workflows.launch import EventTail, make_folder, refuse_other, training_document
+from exitwave.workflows.nodes_meeting import error_of, read_verdict
+from exitwave.workflows.nodes_spec import STATE, LaunchSection, ranks_a_node, training_script
+from exitwave.workflows.provenance import versions
+from exitwave.workflows.session import Session
+
+__all__ = ["NodeJob", "follow_job", "job_of", "node_job", "run_job", "submit_job", "train_on_nodes"]
+
+_POLL_S = 0.5
+_ASK_S = 3.0
+_GRACE_S = 10.0  # squeue may not know a job yet that sbatch has just accepted
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJob:
+    """A training to be done by a job. `spec` is a TrainSpec."""
+
+    spec: Any
+    data: Path
+    out: Path
+    launch: LaunchSection
+    nodes: int
+    ranks: int
+    name: str
+    cache: str | None
+    cache_capacity: int | None = None
+    mesh: str = "auto"
+    fresh: bool = False
+
+    @property
+    def state(self) -> Path:
+        return self.out / STATE
+
+
+def job_of(job: NodeJob) -> str:
+    """The job's script. Raises UsageError for what cannot be a job."""
+    command = [
+        job.launch.slurm.python or sys.executable,
+        "-m",
+        "exitwave.workflows",
+        "train",
+        str(job.state / "train.yaml"),
+    ]
+    command += ["--data", str(job.data), "--out", str(job.out), "--nodes", str(job.nodes), "--ranks", str(job.ranks)]
+    command += ["--cache", job.cache] if job.cache else []
+    command += ["--cache-capacity", str(job.cache_capacity)] if job.cache_capacity is not None else []
+    command += ["--mesh", job.mesh] if job.mesh != "auto" else []
+    command += ["--fresh"] if job.fresh else []
+    try:
+        return training_script(
+            job.launch, nodes=job.nodes, ranks=job.ranks, name=job.name, out=job.out, command=command
+        )
+    except ValueError as error:
+        raise UsageError(f"launch: {error}.") from None
+
+
+def train_on_nodes(session: Session, job: NodeJob, *, script_only: bool, detach: bool) -> dict[str, Any]:
+    """The whole of it; returns what came of the training, or the script, or the job's number."""
+    script = job_of(job)
+    if script_only:
+        _write(job, script)
+        return {"script": script, "message": script.rstrip("\n")}
+    job_id = submit_job(session, job, script)
+    if detach:
+        told = f"Job {job_id}. The same command without --detach follows it; `exitwave report {job.out}` shows it."
+        return {"run": str(job.out), "job": job_id, "script": str(job.state / "job.sh"), "message": told}
+    with session.progress() as feed:
+        follow_job(session, job, job_id, feed)
+    return training_document(job.out)
+
+
+def run_job(session: Session, job: NodeJob, feed: Callable[[Mapping[str, Any]], None]) -> None:
+    """Submit it, or find it under way, and follow it to its end; raises what it ended with."""
+    follow_job(session, job, submit_job(session, job, job_of(job)), feed)
+
+
+def submit_job(session: Session, job: NodeJob, script: str) -> str:
+    """The number of RUN's job: one that is under way already, or a new one."""
+    missing = [tool for tool in ("sbatch", "squeue", "scancel") if shutil.which(tool) is None]
+    if missing:
+        raise UsageError(
+            f"--nodes {job.nodes}: {', '.join(missing)} not found on PATH. Run it on a node of the cluster; --script "
+            "prints the job's script anywhere."
+        )
+    record = job.state / "job.json"
+    with suppress(OSError, ValueError, KeyError):
+        before = json.loads(record.read_text())
+        if _state(str(before["job"]), str(before["name"])) not in ("", "?"):
+            session.note(f"{job.out}: job {before['job']} is at it already; following it.")
+            return str(before["job"])
+    _write(job, script)
+    done = _run("sbatch", "--parsable", str(job.state / "job.sh"))
+    if done.returncode != 0:
+        told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UsageError(f"sbatch refuses the job ({job.state / 'job.sh'}): {told}")
+    job_id = done.stdout.strip().split(";")[0]
+    write_atomic(record, json.dumps({"job": job_id, "name": job.name}).encode())
+    session.note(f"{job.out}: job {job_id}, {job.nodes} nodes with {ranks_a_node(job.ranks, job.nodes)} ranks each")
+    return job_id
+
+
+def _write(job: NodeJob, script: str) -> None:
+    """The script, and the resolved configuration that it names; refuses what would be refused in the job."""
+    require_split(job.data, job.spec.train_split)
+    refuse_other(job.out, job.spec, job.data, fresh=job.fresh)
+    make_folder(job.state)
+    text = dump_yaml(job.spec.canonical(), comment=resolved_comment("A training", versions()))
+    write_atomic(job.state / "train.yaml", text.encode())
+    write_atomic(job.state / "job.sh", script.encode())
+
+
+def follow_job(session: Session, job: NodeJob, job_id: str, feed: Callable[[Mapping[str, Any]], None]) -> None:
+    """Until the job is over; raises what it ended with."""
+    tail = EventTail(job.out / "events.jsonl", from_end=True)
+    began, asked, state, told = time.monotonic(), 0.0, "", False
+    with session.finishing("this step and its checkpoint, by cancelling the job"):
+        while True:
+            now = time.monotonic()
+            for event in tail.read():
+                feed(event)
+            if session.stop.is_set() and not told:
+                told = True
+                _run("scancel", job_id)
+            if now - asked >= _ASK_S:
+                asked = now
+                before, state = state, _state(job_id, job.name)
+                if state not in ("", "?", before):
+                    session.note(f"job {job_id}: {state.lower()}")
+                if not state and now - began > _GRACE_S:
+                    break
+                if not state and _ended(job.state, job_id) is not None:
+                    break
+            time.sleep(_POLL_S)
+    for event in tail.read():
+        feed(event)
+    if (error := _outcome(job, job_id, cancelled=told)) is not None:
+        raise error
+
+
+def _outcome(job: NodeJob, job_id: str, *, cancelled: bool) -> ExitwaveError | None:
+    """How the last attempt of the job ended; None: well."""
+    ended = _ended(job.state, job_id)
+    verdict = read_verdict(_last_attempt(job.state, job_id))
+    log = job.state / f"{job_id}.out"
+    if cancelled:
+        where = str(verdict) if isinstance(verdict, InterruptedRunError) else f"{job.out}: job {job_id} was cancelled."
+        return InterruptedRunError(where)
+    if ended == 0:
+        return None
+    if verdict is not None:
+        return verdict
+    last = ""
+    with suppress(OSError):
+        last = " ".join(log.read_text(errors="replace").split())[-300:]
+    if ended is None:  # the shell was killed: the walltime, an administrator, a node
+        return InterruptedRunError(f"{job.out}: Slurm ended job {job_id}. {log}: {last or 'it is empty or missing'}")
+    return error_of(1, f"job {job_id} ended with exit code {ended}. {log}: {last or 'it is empty or missing'}")
+
+
+def _last_attempt(state: Path, job_id: str) -> Path:
+    attempts = [p for p in state.glob(f"{job_id}-*") if p.is_dir() and p.name.rpartition("-")[2].isdigit()]
+    return max(attempts, key=lambda p: int(p.name.rpartition("-")[2]), default=state / f"{job_id}-0")
+
+
+def _ended(state: Path, job_id: str) -> int | None:
+    try:
+        return int((_last_attempt(state, job_id) / "ended").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _state(job_id: str, name: str) -> str:
+    """Slurm's word for the state of a job that is queued or running; empty: neither; "?": squeue does not answer."""
+    done = _run("squeue", "--noheader", f"--name={name}", "--format=%i %T")
+    if done.returncode != 0:
+        return "?"
+    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if len(line.split()) == 2)
+    return rows.get(job_id, "")
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def node_job(
+    config_name: str, launch: LaunchSection, *, spec: Any, data: Path, out: Path, nodes: int, ranks: int,
+    cache: str | None, cache_capacity: int | None = None, mesh: str = "auto", fresh: bool = False,
+) -> NodeJob:  # fmt: skip
+    """A job with what the site's Dask configuration says where `launch.slurm` says nothing, and whole paths."""
+    from exitwave.simulate.cluster_slurm import site_defaults
+
+    launch = launch.model_copy(update={"slurm": launch.slurm.filled(site_defaults())})
+    if cache is not None and not cache.startswith("$"):
+        cache = str(Path(cache).absolute())
+    name = "exitwave-" + "".join(c if c.isalnum() or c in "-_." else "-" for c in config_name)[:60]
+    return NodeJob(
+        spec=spec, data=find_dataset(data).absolute(), out=out.absolute(), launch=launch, nodes=nodes, ranks=ranks,
+        name=name, cache=cache, cache_capacity=cache_capacity, mesh=mesh, fresh=fresh,
+    )  # fmt: skip

@@ -49,7 +49,7 @@ VERBS = [
     "export-model",
     "run",
 ]
-VERBS += ["report", "serve", "doctor", "bench"]
+VERBS += ["report", "serve", "tune", "doctor", "bench"]
 
 # --- help -----------------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ def run_campaign(
         kept = live is not None
         shown = live or LiveStatus(dataset)
         shown.attach(epoch=lease.epoch, publish=cluster.publish, close=cluster.close if kept else None)
-        log.listeners.extend([*listeners, shown.feed])
+        log.listeners.extend(listeners)
+        log.followers.append(shown.follow)
         with ManifestWriter(dataset, epoch=lease.epoch) as manifest, contextlib.nullcontext() if kept else shown:
             loop = CampaignLoop(
                 plan, dataset, cluster, log, manifest, stop or threading.Event(), patience or Patience(), lease,

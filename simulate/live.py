@@ -16,27 +16,30 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from exitwave.ingest.events import read_events
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.events import read_events, read_events_from
 from exitwave.ingest.files import part_path
-from exitwave.ingest.manifest import MANIFEST_NAME
-from exitwave.simulate.counters import SNAPSHOT_VERSION, Counters, fold
+from exitwave.ingest.manifest import MANIFEST_NAME, read_records_from
+from exitwave.ingest.records import ShardRecord, Tombstone
+from exitwave.simulate.counters import SNAPSHOT_VERSION, Counters, fold, recalled
 from exitwave.simulate.lease import told_epoch
 
 if TYPE_CHECKING:
     from exitwave.simulate.pictures import Picture
 
-__all__ = ["STATUS_NAME", "LiveStatus", "read_live"]
+__all__ = ["STATUS_NAME", "LiveStatus", "read_live", "read_on"]
 
 STATUS_NAME = "status.json"
 _EVENTS_NAME = "events.jsonl"
 _EVERY_S = 1.0
 _PICTURES_EVERY_S = 5.0
 _STALE_S = 15.0
+_MUCH_BYTES = 32 << 20  # since the last snapshot: then everything is read
 _PATIENCE_S = 2.0
 
 Publish = Callable[[Mapping[str, Any]], None]
@@ -54,6 +57,7 @@ class LiveStatus:
     ) -> None:
         self._dataset, self._epoch, self._publish, self._every_s = dataset, epoch, publish, every_s
         self._counters = Counters()
+        self._upto: Mapping[str, int] | None = None  # bytes of log and manifest that the counters know
         self._lock = threading.Lock()
         self._wake, self._shown, self._ended = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="exitwave-status", daemon=True)
@@ -66,7 +70,7 @@ class LiveStatus:
         which is called at the end or when the next campaign is attached."""
         self._close_page()
         with self._lock:
-            self._epoch, self._publish, self._close = epoch, publish, close
+            self._epoch, self._publish, self._close, self._upto = epoch, publish, close, None
         self._take_over()
 
     def remember(self) -> None:
@@ -83,9 +87,21 @@ class LiveStatus:
 
     def feed(self, event: Mapping[str, Any]) -> None:
         """Take in one event. The end of a run is shown before this returns, or two seconds were not enough for it."""
+        self._feed([event], None)
+
+    def follow(self, events: Sequence[Mapping[str, Any]], size: int) -> None:
+        """As `feed`, what the campaign's log took at once. `size`: of the log, with it. The manifest holds nothing at
+        this moment that the log does not tell of, so that whoever reads the snapshot can go on from these two places.
+        """
+        self._feed(events, {"events": size, "manifest": _size(self._dataset / MANIFEST_NAME)})
+
+    def _feed(self, events: Sequence[Mapping[str, Any]], upto: Mapping[str, int] | None) -> None:
         with self._lock:
-            self._counters.feed(event)
-        if event.get("kind") in ("campaign_finished", "campaign_interrupted") and self._thread.is_alive():
+            for event in events:
+                self._counters.feed(event)
+            self._upto = upto or self._upto
+        ended = any(event.get("kind") in ("campaign_finished", "campaign_interrupted") for event in events)
+        if ended and self._thread.is_alive():
             self._shown.clear()
             self._wake.set()
             self._shown.wait(_PATIENCE_S)
@@ -94,6 +110,7 @@ class LiveStatus:
         """What is shown now: that of `Counters`, with the data set, the epoch and the size of the manifest."""
         with self._lock:
             shown = self._counters.snapshot(time.time())
+            shown["upto"] = self._upto
         return {
             **shown,
             "dataset": str(self._dataset.absolute()),
@@ -173,6 +190,41 @@ def read_live(dataset: Path, holder: Mapping[str, Any] | None) -> dict[str, Any]
         return shown if time.time() - shown["updated"] < _STALE_S else None
     except (KeyError, TypeError):
         return None
+
+
+def read_on(dataset: Path) -> Counters | None:
+    """What the last snapshot of a data set showed, and on from it by what log and manifest tell since; None where that
+    need not be what reading everything would give. So it costs little to ask for a campaign that was killed.
+    """
+    shown = _read(dataset)
+    try:
+        if shown is None or shown["activity"] != "running" or shown["upto"] is None:
+            return None
+        events, manifest = int(shown["upto"]["events"]), int(shown["upto"]["manifest"])
+        more = _size(dataset / _EVENTS_NAME) - events, _size(dataset / MANIFEST_NAME) - manifest
+        if min(more) < 0 or max(more) > _MUCH_BYTES:
+            return None
+        later = read_events_from(dataset / _EVENTS_NAME, events)
+        records = read_records_from(dataset, manifest)
+        counters = recalled(shown)
+    except (KeyError, TypeError, ValueError, OSError, UsageError):
+        return None
+    if any(event["kind"] in ("campaign_started", "campaign_extended") for event in later):
+        return None
+    epochs = [int(shown["epoch"]), *(record.epoch for record in records)]
+    if epochs != sorted(epochs) or any(isinstance(record, Tombstone) for record in records):
+        return None
+    told = [str(event.get("shard_id")) for event in later if event["kind"] == "shard_committed"]
+    made = {record.shard_id: record for record in records if isinstance(record, ShardRecord)}
+    if len(set(told)) < len(told) or not made.keys() >= set(told) or len(made) < len(records):
+        return None
+    for event in later:
+        counters.feed(event)
+    for shard_id in made.keys() - set(told):  # killed before it could say so
+        shard = made[shard_id]
+        committed = {"task": f"task-{shard.task:06d}", "shard_id": shard_id, "n": shard.n, "nbytes": shard.nbytes}
+        counters.feed({"kind": "shard_committed", "t": counters.last, "adopted": True, **committed})
+    return counters
 
 
 def _ended_snapshot(dataset: Path, epoch: int) -> dict[str, Any] | None:

@@ -32,7 +32,10 @@ def take_steps(training: Training, batches: Iterator[Batch], stop: Callable[[], 
         began = time.perf_counter()
         batch, error = _next(batches)
         data_wait_s = time.perf_counter() - began
-        agreed = ranks.agree(error=error, stop=stop(), clock_s=training.clock_s())
+        stopping = stop()
+        # Slurm sends SIGTERM to all processes of a job, also to those that read for this rank: a rank that is told to
+        # stop needs no batch any more.
+        agreed = ranks.agree(error=None if stopping else error, stop=stopping, clock_s=training.clock_s())
         clock_s = agreed.clock_s
         if agreed.stop:
             checkpoint(training)

@@ -18,7 +18,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ def run_pipeline(
     cluster: str | None,
     workers: int | None,
     ranks: int | None,
+    nodes: int | None = None,
     fresh: bool,
     overrides: Sequence[str],
     online: bool = False,
@@ -93,6 +94,9 @@ def run_pipeline(
     document, spec = read_pipeline(path, overrides)
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: this is a file; --out names a folder.")
+    nodes = nodes or spec.launch.nodes
+    if online and nodes is not None:
+        raise UsageError("--online: it trains on this machine; leave --nodes and launch.nodes out.")
     began = time.monotonic()
     planned = plan_campaign(document, spec.campaign, ("campaign",), session=session)
     planned = dataclasses.replace(planned, section=spec.cluster)
@@ -107,8 +111,9 @@ def run_pipeline(
             session.note(f"Going on with {out}: what is done already is not done again.")
         with LiveStatus(out / "dataset") as live, session.progress() as feed:
             line = _Line(
-                session=session, log=log, feed=feed, live=live, out=out, spec=spec, planned=planned, online=online
-            )
+                session=session, log=log, feed=feed, live=live, out=out, spec=spec, planned=planned, online=online,
+                nodes=nodes,
+            )  # fmt: skip
             where = cluster or spec.cluster.kind, planned.workers_on(cluster or spec.cluster.kind, workers)
             if online:
                 failed = line.side_by_side(*where, ranks or spec.ranks)
@@ -136,6 +141,7 @@ class _Line:
     spec: PipelineSpec
     planned: Planned
     online: bool = False
+    nodes: int | None = None  # where trainings are jobs of Slurm
 
     @property
     def dataset(self) -> Path:
@@ -210,7 +216,7 @@ class _Line:
         def train(spec: TrainSpec, run: Path) -> None:
             self.stage()
             if not _trained(run, spec):
-                with self._part("judge"), locked(run):
+                with self._part("judge"), self._alone(run):
                     self._ranks(spec, run, ranks)
 
         assert self.spec.adaptive is not None
@@ -232,7 +238,14 @@ class _Line:
                 self.planned.plan, self.dataset, self.out / FOLDER, self.run, self.spec.adaptive, self.spec.train
             )
 
+    @property
+    def cache(self) -> Path | None:
+        return self.out / "cache" if self.nodes is None else None
+
     def stage(self) -> None:
+        if self.nodes is not None:
+            self._skip("stage", "each node of the training's job stages to its own disk")
+            return
         choices = StageChoices(mode=self.spec.stage.mode, capacity_bytes=self.capacity)
         with self._part("stage"):
             report = stage_dataset(self.session, self.dataset, self.out / "cache", choices, feed=self.tell)
@@ -246,18 +259,32 @@ class _Line:
                 self.live.feed(event)
             self._skip("train", "the model is trained")
             return
-        with self._part("train"), locked(self.run):
+        with self._part("train"), self._alone(self.run):
             self._ranks(self.spec.train, self.run, ranks)
 
+    def _alone(self, run: Path) -> AbstractContextManager[None]:
+        """No other command trains into `run`; of a job, its first node sees to that."""
+        return locked(run) if self.nodes is None else nullcontext()
+
     def _ranks(self, spec: TrainSpec, run: Path, ranks: int) -> None:
+        capacity = self.capacity if self.spec.stage.mode == "stream" else None
+        if self.nodes is not None:
+            from exitwave.workflows.nodes_submit import node_job, run_job
+
+            job = node_job(
+                f"{self.spec.name}-{run.name}", self.spec.launch, spec=spec, data=self.dataset, out=run,
+                nodes=self.nodes, ranks=max(ranks, self.nodes), cache=self.spec.launch.cache, cache_capacity=capacity,
+            )  # fmt: skip
+            run_job(self.session, job, self.tell)
+            return
         start_ranks(
             self.session,
             spec,
             self.dataset,
             run,
             ranks=ranks,
-            cache=self.out / "cache",
-            cache_capacity=self.capacity if self.spec.stage.mode == "stream" else None,
+            cache=self.cache,
+            cache_capacity=capacity,
             fresh=False,
             feed=self.tell,
         )
@@ -272,7 +299,7 @@ class _Line:
                 self._skip("evaluate", f"the metrics of split {split} are there")
             else:
                 with self._part("evaluate"):
-                    cache = None if self.online else self.out / "cache"
+                    cache = None if self.online else self.cache
                     metrics = evaluate_run(self.session, self.run, self.dataset, split=split, cache=cache)
         return metrics
 

@@ -19,7 +19,7 @@ from typing import Any
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import write_atomic
 from exitwave.ingest.processes import die_with_parent
-from exitwave.workflows.config import RankEnvironment
+from exitwave.workflows.config import RankEnvironment, prefer_own_interface
 from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.session import Session
 
@@ -45,7 +45,11 @@ def run_rank(
 ) -> None:
     """Train as the rank at `place`; leaves an error behind as a file and raises it."""
     die_with_parent()
+    if place.launcher == "srun":
+        prefer_own_interface()
     try:
+        if place.job:
+            out.mkdir(parents=True, exist_ok=True)  # where the ranks meet by a file; torch would wait for it in silence
         _train(session, place, config, data, out, cache=cache, cache_capacity=cache_capacity, mesh=mesh,
                fresh=fresh, overrides=overrides, online=online, replay=replay)  # fmt: skip
     except BaseException as error:

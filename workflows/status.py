@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -17,9 +16,8 @@ from exitwave.workflows.session import Session
 from exitwave.workflows.tables import status_table
 from exitwave.workflows.training_seen import FollowedTraining, TrainingSeen
 
-__all__ = ["dataset_of", "failures_of", "show_status", "status_document", "watch_status"]
+__all__ = ["dataset_of", "failures_of", "show_status", "status_document"]
 
-_EVERY_S = 1.0
 _STAGED = {"finished": "done", "skipped": "not needed"}  # online, shards are read where they are written
 
 
@@ -136,45 +134,3 @@ def show_status(session: Session, folder: Path) -> None:
     """Once."""
     document = status_document(folder)
     session.result(document, lambda: status_table(document))
-
-
-def watch_status(session: Session, folder: Path) -> None:
-    """Redraw until everything is committed and nobody is at work, or Ctrl-C."""
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(highlight=False)
-    training = FollowedTraining(folder / "train")
-    document = status_document(folder, training=training.look())
-    if not console.is_terminal:
-        _watch_lines(session, folder)
-        return
-    with Live(status_table(document), console=console, auto_refresh=False) as live:
-        while not _ended(document):
-            if session.stop.wait(_EVERY_S):
-                return
-            document = status_document(folder, training=training.look())
-            live.update(status_table(document), refresh=True)
-
-
-def _watch_lines(session: Session, folder: Path) -> None:
-    """In a pipe: one JSON-free line when something changed."""
-    before = ""
-    training = FollowedTraining(folder / "train")
-    while True:
-        document = status_document(folder, training=training.look())
-        samples = document["samples"]
-        line = f"{samples['committed']} of {samples['planned']} samples, {document['state'].split(':')[0]}"
-        key = json.dumps([samples, _ended(document)])
-        if key != before:
-            print(line, flush=True)
-            before = key
-        if _ended(document) or session.stop.wait(_EVERY_S):
-            return
-
-
-def _ended(document: dict[str, Any]) -> bool:
-    if document.get("running"):
-        return False
-    stages = document.get("stages")
-    return stages is None or stages["report"] != "not yet" or not document["samples"]["planned"]

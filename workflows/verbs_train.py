@@ -192,6 +192,7 @@ def run(
     cluster: ClusterOption = None,
     workers: Workers = None,
     ranks: Ranks = None,
+    nodes: Nodes = None,
     online: Annotated[bool, typer.Option("--online", help="Train while the campaign runs.")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again: what an earlier run left in RUN is deleted.")
@@ -211,6 +212,7 @@ def run(
             cluster=cluster,
             workers=workers,
             ranks=ranks,
+            nodes=nodes,
             fresh=fresh,
             overrides=overrides or (),
             online=online,

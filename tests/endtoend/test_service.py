@@ -16,6 +16,8 @@ import requests
 pytest.importorskip("fastapi")
 from service import Service
 
+from exitwave.ingest.errors import UsageError
+
 MORE = (("samples_per_structure: 6", "samples_per_structure: 24"), ("steps: 12", "steps: 60"))
 
 
@@ -81,6 +83,21 @@ def test_a_pipeline_from_submission_to_report(service, finished):
     assert 'exitwave_runs{kind="pipeline",state="finished"} 1' in metrics
     assert f'exitwave_samples{{run="whole",state="committed"}} {samples["planned"]}' in metrics
     assert service.submit("whole", line.PIPELINE).status_code == 409
+
+
+def test_a_run_shows_itself_in_a_notebook(service, finished):
+    from exitwave.workflows import open_run
+
+    run = open_run(service.root / "whole")
+    assert repr(run).endswith("whole: trained>") and run.training.last[0] == 60 and len(run.dataset) > 0
+    page = run._repr_html_()
+    assert "the network" in page and "data:image/png;base64," in page and "report.html" in page
+    training = open_run(service.root / "whole" / "train")
+    assert training.metrics == run.metrics and "samples" not in training._repr_html_()
+    with pytest.raises(UsageError, match="open_dataset"):
+        open_run(service.root / "whole" / "dataset")
+    with pytest.raises(UsageError, match="keeps no data set"):
+        _ = training.dataset
 
 
 def test_events_come_at_once_and_when_something_changes(finished):

@@ -191,7 +191,8 @@ def srun(folder: Path, arguments: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, kill)
     signal.signal(signal.SIGUSR1, lambda *_: [p.send_signal(signal.SIGUSR1) for p in started])
-    return max(abs(process.wait()) for process in started)
+    codes = [process.wait() for process in started]
+    return max(128 - code if code < 0 else code for code in codes)
 
 
 # --- the runner of one job

@@ -45,8 +45,8 @@ def join_allocation(
     where |= {"security": security(), "protocol": "tls"} if tls else {}
     workers = {"nthreads": 1, "memory_limit": memory_per_worker, "local_directory": scratch_folder(), **where}
     workers |= {"dashboard": False}
-    # Slurm's warning goes to all tasks. Only the controller may follow it: it commits what the workers have in hand, and
-    # ends them; and srun's exit code is then the controller's, by which the script knows that there is more to do.
+    # Slurm's warning goes to all tasks. Only the controller may follow it: it commits what the workers have in hand,
+    # and ends them; and srun's exit code is then the controller's, by which the script knows that there is more to do.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         runner = SLURMRunner(

@@ -283,8 +283,6 @@ def _run_once(folder: Path, job: str) -> str:
     _sweep(process.pid)
     if state == "COMPLETED" and read(folder)[job]["order"] == "requeue":
         return "REQUEUED"
-    if preempted_at:
-        return "PREEMPTED"
     return state if process.returncode == 0 else "FAILED"
 
 

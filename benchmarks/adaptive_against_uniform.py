@@ -83,14 +83,14 @@ REGIONS = {"structure": "each", "thickness_A": (50.0, 100.0)}
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the benchmark is made of; `scale` makes it smaller."""
+    """What the benchmark is made of; steps so many that samples limit the error. `scale` makes it smaller."""
 
-    start: int = 8  # samples of each structure before the first round
-    pool: int = 6
+    start: int = 6  # samples of each structure before the first round
+    pool: int = 4
     rounds: int = 3
-    per_round: int = 80
-    steps: int = 800
-    judge_steps: int = 200
+    per_round: int = 60
+    steps: int = 1200
+    judge_steps: int = 150
     test: int = 24
 
     def scaled(self, scale: float) -> Sizes:

@@ -82,6 +82,8 @@ def finish(training: Training) -> TrainResult:
     """The last checkpoint and model.pt. Every rank calls it."""
     checkpoint(training)
     training.ranks.from_first(lambda: _save_model(training))
+    if training.arrivals is not None and (reuse := training.arrivals.reuse()):
+        training.emit("train_reservoir", reuse=sorted(reuse.items()))  # (uses, samples)
     seconds = time.perf_counter() - training.started
     result = TrainResult(
         run=training.out,

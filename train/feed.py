@@ -66,6 +66,7 @@ def _arriving(training: Training) -> Iterator[Batch]:
     assert isinstance(dataset, GrowingDataset)
     assert training.arrivals is not None
     training.arrivals.waiting = lambda: sampler.waiting
+    training.arrivals.reuse = sampler.reuse
     for step, numbers in enumerate(sampler, start=training.step):
         prepare = training.task.prepare(training.measured, epoch=step)
         yield prepare(dataset.__getitems__(numbers)).to(DTYPE[spec.precision], training.device)

@@ -145,6 +145,7 @@ class Arrivals:
             self._log.entries = self.entries  # one list, here and in the log
         self.decided = self.entries[-1][0] + 1 if self.entries else 0
         self.waiting: Callable[[], int] = lambda: 0
+        self.reuse: Callable[[], dict[int, int]] = dict
 
     def _open(self, out: Path) -> list[list[int]]:
         """The log of this training; that of one to be done again is copied first."""

@@ -21,6 +21,7 @@ from exitwave.simulate.live import LiveStatus
 from exitwave.simulate.parametric import ParametricPlan, ParametricSpec, make_parametric_plan
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.simulate.spec import CampaignSpec
+from exitwave.workflows.adaptive_spec import cost_of
 from exitwave.workflows.config import (
     Document,
     apply_overrides,
@@ -96,6 +97,10 @@ def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session
     sections = read_sections(document, overrides, "campaign")
     assert sections.campaign is not None
     planned = plan_campaign(document, sections.campaign, ("campaign",), session=session)
+    if sections.adaptive is not None:
+        plan = crystal_plan(planned, "adaptive")
+        more = f"adaptive: {cost_of(sections.adaptive, plan)}, by `exitwave run` alone"
+        planned = dataclasses.replace(planned, plan=dataclasses.replace(plan, warnings=(*plan.warnings, more)))
     return dataclasses.replace(planned, section=sections.cluster)
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError
+from exitwave.ingest.events import read_events
 from exitwave.ingest.files import write_atomic
 from exitwave.ingest.growing import BACKPRESSURE_NAME
 from exitwave.ingest.manifest import MANIFEST_NAME
@@ -111,8 +112,7 @@ class OnlineRun:
     def _campaign(self, cluster: str, workers: int | None, mark: Path) -> None:
         """In a thread of its own: all that it starts inherits its niceness."""
         try:
-            with contextlib.suppress(OSError, AttributeError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.section.worker_niceness)
+            _stand_back(self.section.worker_niceness)
             order = arrival_order(self.spec, self.spec.seed)
             with self.part("simulate"):
                 result = run_planned(
@@ -141,6 +141,8 @@ class OnlineRun:
             if not self._ended.is_set() and not self.session.stop.is_set():
                 self.session.note(f"train: {error}\nThe campaign goes on to its end.")
             return error
+        else:
+            self._tell_reuse()
         finally:
             with contextlib.suppress(OSError):
                 (self.dataset / BACKPRESSURE_NAME).unlink(missing_ok=True)
@@ -150,9 +152,26 @@ class OnlineRun:
         self.feed(event)
         self.live.feed(event)
 
+    def _tell_reuse(self) -> None:
+        """How often samples were used: a few much more often than others would be a bias."""
+        told = [e for e in read_events(self.folder / "events.jsonl") if e["kind"] == "train_reservoir"]
+        if told:
+            uses = [count for count, samples in told[-1]["reuse"] for _ in range(samples)]
+            never = f", {uses.count(0)} never" if 0 in uses else ""
+            span = f"{uses[0]} to {uses[-1]} times, half of them {uses[len(uses) // 2]} or less{never}"
+            self.session.note(f"train: samples were used {span}")
+
     def _await_manifest(self) -> bool:
         """False when there will be none: the campaign was stopped or refused before it began."""
         while not (self.dataset / MANIFEST_NAME).exists():
             if self._ended.wait(_POLL_S):
                 break
         return self._error is None and (self.dataset / MANIFEST_NAME).exists()
+
+
+def _stand_back(niceness: int) -> None:
+    """This thread, and every thread and process that it starts, by so much behind what this process is now (Linux:
+    setpriority(2) of a thread)."""
+    with contextlib.suppress(OSError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))

@@ -37,7 +37,7 @@ class OnlineSection(StrictModel):
     max_reuse: float | None = Field(
         default=None, gt=0, description="uses a sample ahead of the campaign; null: as often as the whole training does"
     )
-    worker_niceness: int = Field(default=5, ge=0, le=19, description="the ranks come first, workers take the rest")
+    worker_niceness: int = Field(default=10, ge=0, le=19, description="the ranks come first, workers take the rest")
 
 
 def planned_samples(plan: CampaignPlan, split: str) -> int:

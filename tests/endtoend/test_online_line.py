@@ -36,6 +36,7 @@ def test_trained_beside_the_campaign_and_done_again_to_the_bit(tmp_path: Path) -
     assert "waits for the first 8 samples" in done.stderr
     assert "simulate: 120 of 120 samples" in done.stderr
     assert "train: 30 of 30 steps" in done.stderr
+    assert "train: samples were used" in done.stderr
     assert sorted(uids_of(out / "dataset")) == sorted(planned_uids(path))
     committed = [e["t"] for e in events(out / "dataset" / "events.jsonl") if e["kind"] == "shard_committed"]
     first_step = next(e["t"] for e in events(out / "train" / "events.jsonl") if e["kind"] == "train_step")

@@ -30,8 +30,17 @@ def scratch_folder() -> str:
 
 def scheduler_habits() -> None:
     """Of a scheduler in this process. A task whose worker dies is reported at once: the campaign counts attempts and
-    keeps them over a restart. And no worker is given a second task while it has one in hand."""
-    dask.config.set({"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.worker-saturation": 1.0})
+    keeps them over a restart. No worker is given a second task while it has one in hand. And who waits looks at itself
+    twice a second, not fifty times: scheduler and nannies share the cores with the simulations."""
+    dask.config.set(
+        {
+            "distributed.scheduler.allowed-failures": 0,
+            "distributed.scheduler.worker-saturation": 1.0,
+            "distributed.scheduler.work-stealing": False,  # nobody has a task to spare
+            "distributed.admin.tick.interval": "500ms",
+            "distributed.worker.profile.interval": "5s",
+        }
+    )
 
 
 class LocalCluster(DaskCluster):

@@ -1,6 +1,7 @@
 """Draws docs/adaptive.png from what benchmarks/adaptive_against_uniform.py left: `python docs/adaptive_figures.py OUT`.
 
-Left: what each round of the first seed favoured. Right: the error of each arm, a dot for each seed.
+Left: what each round of the first seed favoured. Right: the error of each arm, a dot for each seed. Prints the table of
+docs/adaptive.md.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -22,9 +24,35 @@ COLOURS = {"adaptive": "#3b82f6", "uniform": "#f97316", "uniform-longer": "#10b9
 REGIONS = {"hard": "heavy and thick", "rest": "all the rest", "all": "everything"}
 
 
+def table(result: dict[str, Any]) -> str:
+    """Means over seeds, each seed in brackets, as Markdown."""
+    columns = {
+        "training_samples": ("training samples", "{:.0f}"),
+        "core_s": ("simulation, core-s", "{:.1f}"),
+        "steps": ("steps", "{:.0f}"),
+        "judge_steps": ("of judges", "{:.0f}"),
+        **{f"rmse_VA_{key}": (f"{name}, V·Å", "{:.1f}") for key, name in REGIONS.items()},
+    }
+    heads = ["arm", *(name for name, _ in columns.values())]
+    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * len(columns)]
+    for arm in COLOURS:
+        rows = [row for row in result["rows"] if row["arm"] == arm]
+        cells = []
+        for key, (_, form) in columns.items():
+            values = [float(row[key]) for row in rows]
+            each = f" ({', '.join(map(form.format, values))})" if key.startswith("rmse") else ""
+            cells.append(form.format(np.mean(values)) + each)
+        lines.append("| " + " | ".join([arm, *cells]) + " |")
+    lines += ["", "| ratio, geometric mean over seeds | value | each seed |", "| --- | ---: | --- |"]
+    for target in result["targets"]:
+        lines.append(f"| {target['name']} | {target['value']:.3f} | {', '.join(f'{v:.3f}' for v in target['seeds'])} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     result = json.loads((out / "result.json").read_text())
+    print(table(result))
     seed = result["rows"][0]["seed"]
     rounds = read_rounds(out / f"seed-{seed}" / "adaptive" / "dataset")[1:]
     figure, axes = plt.subplots(1, len(rounds) + 1, figsize=(11, 3.6), width_ratios=[*([1] * len(rounds)), 1.9])

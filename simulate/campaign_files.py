@@ -173,9 +173,7 @@ def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
     with the difference where it does more.
     """
     if (dataset / STEERING_NAME).is_dir():
-        from exitwave.simulate.steer_rounds import steered
-
-        plan = steered(plan, dataset)
+        plan = _with_rounds(plan, dataset)
     if not (dataset / MANIFEST_NAME).exists():
         return plan
     plan = _apart(plan, dataset)
@@ -196,6 +194,19 @@ def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
         f"{dataset} holds another campaign ({found[:12]}, this one is {plan.campaign_hash[:12]}): {told}. It does not "
         f"only add to that: {why}. Choose another folder, or give back the old configuration."
     )
+
+
+def _with_rounds(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
+    """With the tasks of the rounds; of another campaign as it is, and what differs is told where that is refused."""
+    from exitwave.simulate.steer_rounds import steered
+
+    try:
+        made: CampaignPlan = steered(plan, dataset)
+    except UsageError:
+        if not (dataset / MANIFEST_NAME).exists() or load_manifest(dataset).header.campaign_hash == plan.campaign_hash:
+            raise
+        return plan
+    return made
 
 
 def _apart(plan: CampaignPlan, dataset: Path) -> CampaignPlan:

@@ -25,11 +25,12 @@ from ase import Atoms
 from ase.build import bulk
 from numpy.typing import NDArray
 
-from exitwave.simulate.abtem_backend import AbtemSimulator, Slices, configure_abtem
+from exitwave.simulate.abtem_backend import AbtemSimulator, configure_abtem
 from exitwave.simulate.imaging import focal_images
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.physics import interaction_parameter
 from exitwave.simulate.plan import make_plan
+from exitwave.simulate.slices import Slices
 from exitwave.simulate.smatrix import SMatrixSimulator
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.simulate.structures.orient import orient

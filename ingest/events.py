@@ -21,11 +21,16 @@ __all__ = ["EventLog", "read_events", "read_events_from", "read_new_events"]
 
 
 class EventLog:
-    """Appends events to `path` and shows each to the `listeners` (progress bars, plain lines, a service)."""
+    """Appends events to `path` and shows each to the `listeners` (progress bars, plain lines, a service).
+
+    `followers` are given what was written at once, and the size of the log with it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.followers: list[Callable[[list[dict[str, Any]], int], None]] = []
+        self._size = 0
         self._held: list[dict[str, Any]] | None = None
         with disk_full_means_interrupted(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +76,8 @@ class EventLog:
             for event in events:
                 for listener in self.listeners:
                     listener(event)
+            for follower in self.followers:
+                follower(events, self._size)
 
     def _append(self, lines: bytes) -> None:
         fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -81,6 +88,7 @@ class EventLog:
                 data = data[os.write(fd, data) :]
             os.fsync(fd)
             self._torn = False
+            self._size = os.lseek(fd, 0, os.SEEK_CUR)
         finally:
             os.close(fd)
 

@@ -5,7 +5,8 @@
 2. Before each draw rank 0 looks how far the manifest is (`seq` of its last line) and tells the others; all run the same
    reservoir on it, and each takes its piece of the batch.
 3. A log of (step, seq), one entry for each step that saw more than the one before, stands in the checkpoint. With it,
-   the run can be resumed, and done again when all data has long arrived, in the very same order.
+   the run can be resumed, and done again when all data has long arrived, in the very same order. exitwave's own trainer
+   decides on each step before it is drawn and writes the decision down first (`arrivals`): there, the sampler is told.
 4. When arrivals must wait, a small file says so to the campaign (`backpressure.json`, renewed while it holds):
    producers ask `held_back`. One not renewed for a minute counts for nothing: a dead trainer holds nobody.
 """
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
 import time
@@ -37,6 +39,8 @@ __all__ = ["BACKPRESSURE_NAME", "GrowingDataset", "ReservoirSampler", "held_back
 BACKPRESSURE_NAME = "backpressure.json"
 _STALE_S = 60.0
 _RENEW_S = 5.0
+_WORTH_SPARING_S = 0.05
+_LOOK_SHARE = 20  # looks for new lines take at most one part in so many of the time
 
 Array = np.ndarray[Any, Any]
 Log = list[list[int]]
@@ -65,6 +69,7 @@ class GrowingDataset:
         staged = None if cache is None else Path(cache) / self.dataset_id / "ready"
         self._files = ShardFiles(self.root, staged=staged, verify=verify)
         self._size = -1
+        self._next_look = 0.0
         self._arrived: dict[str, ShardRecord] = {}  # in order of seq
         self._take(manifest)
         self._data.read([], self.fields)  # a field that is not there shows now, not in a worker
@@ -78,13 +83,34 @@ class GrowingDataset:
         self._seqs = np.array([shard.seq for shard in shards], dtype=np.int64)
         self.seq = manifest.next_seq - 1
 
-    def refresh(self) -> int:
-        """Looks whether more has arrived; returns the `seq` of the manifest's last line."""
+    def refresh(self, *, at_once: bool = False) -> int:
+        """Looks whether more has arrived; returns the `seq` of the manifest's last line as far as it was read.
+
+        A long manifest is not read anew for each of its lines, unless `at_once`.
+        """
         size = (self.root / MANIFEST_NAME).stat().st_size
-        if size != self._size:
+        began = time.monotonic()
+        if size != self._size and (at_once or began >= self._next_look):
             self._take(load_manifest(self.root))
             self._size = size
+            took = time.monotonic() - began
+            self._next_look = began + (_LOOK_SHARE * took if took > _WORTH_SPARING_S else 0.0)
         return self.seq
+
+    @property
+    def data(self) -> Dataset:
+        """What has arrived so far, as far as anybody looked."""
+        return self._data
+
+    def until(self, seq: int) -> GrowingDataset:
+        """The samples in the lines up to `seq`, which stay as many; it shares the open files."""
+        view = copy.copy(self)
+        shards = [shard for shard in self._data.shards if shard.seq <= seq]
+        view._arrived = {shard.shard_id: shard for shard in shards}
+        view._seqs = np.array([shard.seq for shard in shards], dtype=np.int64)
+        view._data = Dataset(self.root, self._data.manifest, shards, self._files, split_name=self.split_name)
+        view._next_look = float("inf")
+        return view
 
     def n_arrived(self, seq: int) -> int:
         """Samples in the lines up to `seq`."""
@@ -118,6 +144,10 @@ class ReservoirSampler:
     `global_batch` samples a step over all ranks. `agree`: rank 0's number to all ranks (a broadcast); needed for more
     than one rank. `all_arrived`: whether the campaign has ended, asked while waiting. `replay`: the state of a run to
     do again. `wait_s`: InterruptedRunError when nothing came for so long and there is nothing to draw from.
+
+    `decide`: the line of the manifest up to which a step knows, for each step in order from 0 on, on every rank; then
+    neither the manifest nor `agree` is asked. `log`: where who decides keeps (step, seq). `backpressure`: whether to
+    hold producers back.
     """
 
     def __init__(
@@ -136,10 +166,13 @@ class ReservoirSampler:
         replay: dict[str, Any] | None = None,
         wait_s: float = 3600.0,
         poll_s: float = 0.2,
+        decide: Callable[[int], int] | None = None,
+        log: Log | None = None,
+        backpressure: bool = True,
     ) -> None:
         if not 0 <= rank < world_size or global_batch < world_size:
             raise UsageError(f"rank {rank} of {world_size}, batch {global_batch}: expected a sample for every rank")
-        if world_size > 1 and agree is None:
+        if world_size > 1 and agree is None and decide is None:
             raise UsageError(
                 "several ranks need `agree`: a broadcast of rank 0's number, or they would draw differently"
             )
@@ -151,7 +184,10 @@ class ReservoirSampler:
         self._all_arrived = all_arrived
         self._replay: tuple[int, Log] = (replay["step"], replay["log"]) if replay else (0, [])
         self._wait_s, self._poll_s = wait_s, poll_s
-        self._log: Log = []
+        self._decide = decide
+        self._log: Log = [] if log is None else log
+        self._backpressure = backpressure
+        self.waiting = 0  # samples that arrived and have no place yet, when the last batch was drawn
         self._committed = 0
         self._holding = False
         self._renewed = 0.0
@@ -161,13 +197,14 @@ class ReservoirSampler:
         """From the committed step on. The reservoir is built anew from the log: reading ahead leaves no trace."""
         self.reservoir = Reservoir(**self._settings)
         past, done = self._past(), self._committed
-        self._log = list(past)
+        if self._decide is None:
+            self._log = list(past)
         offered = seq = 0
         step = 0
         try:
             while self.steps is None or step < self.steps:
                 seq, offered = self._fill(step, done, past, seq, offered)
-                if step >= done and (not self._log or self._log[-1][1] != seq):
+                if self._decide is None and step >= done and (not self._log or self._log[-1][1] != seq):
                     self._log.append([step, seq])
                 batch = np.array(self.reservoir.draw(self.global_batch))
                 step += 1
@@ -181,6 +218,14 @@ class ReservoirSampler:
 
     def _fill(self, step: int, done: int, past: Log, seq: int, offered: int) -> tuple[int, int]:
         """Offers what has arrived, as the log says or as it is now, until a batch may be drawn."""
+        if self._decide is not None:
+            seq = self._decide(step)
+            self._see(seq)
+            offered = self._offer(seq, offered)
+            self.waiting = self.dataset.n_arrived(seq) - offered
+            if step >= done:
+                self._tell(self.waiting > 0, self.waiting)
+            return seq, offered
         for steps, log in ((done, past), self._replay):
             if step < steps:
                 seq = [entry[1] for entry in log if entry[0] <= step][-1]
@@ -225,7 +270,11 @@ class ReservoirSampler:
     def _tell(self, hold: bool, waiting: int) -> None:
         """Writes, renews or removes the file that holds the campaign back; rank 0 does."""
         now = time.monotonic()
-        if self.rank != 0 or (hold == self._holding and (not hold or now - self._renewed < _RENEW_S)):
+        if (
+            self.rank != 0
+            or not self._backpressure
+            or (hold == self._holding and (not hold or now - self._renewed < _RENEW_S))
+        ):
             return
         path = self.dataset.root / BACKPRESSURE_NAME
         with contextlib.suppress(OSError):  # a read-only data set: its campaign is over, or not ours to slow
@@ -259,6 +308,11 @@ class ReservoirSampler:
         """Continues where `state` stopped, on any number of ranks; UsageError for another data set or settings."""
         mine = self.state_dict()
         log = [list(entry) for entry in state["log"]]
+        if self._decide is not None and self._log[: len(log)] != log:
+            raise UsageError(
+                f"the checkpoint knows of {len(log)} arrivals that the log of arrivals beside it does not hold; it was "
+                "changed or is of another run"
+            )
         if log:
             self.dataset.refresh()
             mine["shards_digest"] = self.dataset.digest_until(log[-1][1])
@@ -269,7 +323,9 @@ class ReservoirSampler:
         ]
         if wrong:
             raise UsageError("the run cannot continue from the same reservoir: " + "; ".join(wrong))
-        self._committed, self._log = int(state["step"]), log
+        self._committed = int(state["step"])
+        if self._decide is None:
+            self._log = log
 
     def reuse(self) -> dict[int, int]:
         """Histogram: times a sample was drawn -> samples, of all that arrived in the reservoir so far."""

@@ -27,9 +27,10 @@ from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, part_p
 from exitwave.ingest.records import Header, Manifest, PublishedShard, ShardRecord, Tombstone
 from exitwave.ingest.schema import MANIFEST_FORMAT, MANIFEST_VERSION, TABLES
 
-__all__ = ["MANIFEST_NAME", "ManifestWriter", "create_dataset", "load_header", "load_manifest"]
+__all__ = ["MANIFEST_NAME", "ManifestWriter", "create_dataset", "load_header", "load_manifest", "read_records_from"]
 
 MANIFEST_NAME = "manifest.jsonl"
+_MANY_UIDS = 1 << 16
 _SUM = re.compile(rb',"line_crc32c":"([0-9a-f]{8})"\}$')
 
 
@@ -146,6 +147,17 @@ def load_manifest(root: Path) -> Manifest:
     )
 
 
+def read_records_from(root: Path, offset: int) -> list[ShardRecord | Tombstone]:
+    """The whole lines that begin at or after byte `offset`, which is the end of some earlier one, parsed but not
+    compared with those before. Raises UsageError for a damaged line.
+    """
+    path = Path(root) / MANIFEST_NAME
+    with path.open("rb") as file:
+        file.seek(offset)
+        *lines, _ = file.read().split(b"\n")
+    return [record for _, record in _records(lines, path)]
+
+
 def _header(data: dict[str, Any], where: str) -> Header:
     found = (data.get("format"), data.get("version"))
     if found != (MANIFEST_FORMAT, MANIFEST_VERSION):
@@ -210,11 +222,8 @@ class ManifestWriter:
             self._lock()
             self.manifest = load_manifest(self.root)
             self._size = self._cut_torn_tail()
-            self._live = {shard.shard_id: shard for shard in self.manifest.shards}
             self._next_seq = self.manifest.next_seq
-            # A damaged shard must not keep the writer from opening: writing its tombstone is the way out.
-            self._uids_of = {shard.shard_id: self._read_uids(shard, strict=False) for shard in self.manifest.shards}
-            self._sort_uids()
+            self._learn(self.manifest)
         except BaseException:
             self.close()
             raise
@@ -235,8 +244,15 @@ class ManifestWriter:
             os.fsync(self._fd)
         return size
 
-    def _sort_uids(self) -> None:
-        self._uids = np.sort(np.concatenate([np.empty(0, "<u8"), *self._uids_of.values()]))
+    def _learn(self, manifest: Manifest) -> None:
+        """What is committed, of which little is kept: the shards' ids and the samples', whose number is the limit."""
+        self._live = {shard.shard_id for shard in manifest.shards}
+        self._params = next((shard.extent("params").numpy_dtype for shard in manifest.shards), None)
+        # A damaged shard must not keep the writer from opening: writing its tombstone is the way out.
+        found = [self._read_uids(shard, strict=False) for shard in manifest.shards]
+        self._uids = np.sort(np.concatenate([np.empty(0, "<u8"), *found]))
+        self._new_uids: set[int] = set()  # since then; they join the others when they are many
+        self._forgotten = False  # whether a tombstone has taken uids away since
 
     def _read_uids(self, shard: PublishedShard, *, strict: bool = True) -> np.ndarray[Any, Any]:
         extent, path = shard.extent("uid"), self.root / shard.path
@@ -259,18 +275,18 @@ class ManifestWriter:
 
         UsageError: the shard is committed already, or one of its uids is (nothing is written then).
         """
+        if self._forgotten:
+            self._learn(load_manifest(self.root))
         if published.shard_id in self._live:
             raise UsageError(f"{self.path}: shard {published.shard_id} is committed already")
         _check_fields(published, self.manifest.header)
         self._check_params(published)
         uids = self._read_uids(published)
-        if self._uids.size and uids.size:
-            at = np.minimum(np.searchsorted(self._uids, uids), self._uids.size - 1)
-            if (known := uids[self._uids[at] == uids]).size:
-                raise UsageError(
-                    f"{self.path}: shard {published.shard_id} holds uid {int(known[0]):#018x}, which another committed "
-                    "shard holds already"
-                )
+        if (known := self._known(uids)) is not None:
+            raise UsageError(
+                f"{self.path}: shard {published.shard_id} holds uid {known:#018x}, which another committed shard holds "
+                "already"
+            )
         fields = {name: getattr(published, name) for name in PublishedShard.__dataclass_fields__}
         record = ShardRecord(
             **fields,
@@ -281,15 +297,29 @@ class ManifestWriter:
             epoch=self.epoch,
         )
         self._append(record)
-        self._live[record.shard_id] = record
-        self._uids_of[record.shard_id] = uids
-        self._uids = np.insert(self._uids, np.searchsorted(self._uids, np.sort(uids)), np.sort(uids))
+        self._live.add(record.shard_id)
+        self._params = self._params or record.extent("params").numpy_dtype
+        self._new_uids.update(uids.tolist())
+        if len(self._new_uids) > _MANY_UIDS:
+            more = np.fromiter(self._new_uids, "<u8", len(self._new_uids))
+            self._uids = np.sort(np.concatenate([self._uids, more]))
+            self._new_uids.clear()
         return record
+
+    def _known(self, uids: np.ndarray[Any, Any]) -> int | None:
+        """One of `uids` that is committed already."""
+        if not self._new_uids.isdisjoint(found := uids.tolist()):
+            return next(uid for uid in found if uid in self._new_uids)
+        if self._uids.size and uids.size:
+            at = np.minimum(np.searchsorted(self._uids, uids), self._uids.size - 1)
+            if (known := uids[self._uids[at] == uids]).size:
+                return int(known[0])
+        return None
 
     def _check_params(self, published: PublishedShard) -> None:
         """UsageError where the shard has other parameters than those that are committed: nobody could read both."""
         mine = published.extent("params").numpy_dtype
-        theirs = next((shard.extent("params").numpy_dtype for shard in self._live.values()), mine)
+        theirs = mine if self._params is None else self._params
         if mine != theirs:
             apart = sorted(set(mine.names or ()) ^ set(theirs.names or ())) or ["types"]
             raise UsageError(
@@ -304,8 +334,8 @@ class ManifestWriter:
             raise UsageError(f"{self.path}: shard {shard_id} is not committed")
         tombstone = Tombstone(seq=self._next_seq, shard_id=shard_id, why=why, epoch=self.epoch)
         self._append(tombstone)
-        del self._live[shard_id], self._uids_of[shard_id]
-        self._sort_uids()
+        self._live.discard(shard_id)
+        self._forgotten = True
         return tombstone
 
     def _append(self, record: ShardRecord | Tombstone) -> None:

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 
 from exitwave.simulate.detector import Resampling, resampling
 from exitwave.simulate.gpu import cupy_with_gpu, on_host
-from exitwave.simulate.imaging import focal_images, plane_wave
-from exitwave.simulate.label import project_label, slab_weights
+from exitwave.simulate.imaging import plane_wave
 from exitwave.simulate.passes import passes
+from exitwave.simulate.sample_fields import focal_series, potential_fields
 from exitwave.simulate.scanning import in_cell_axes, lattice_rotation_deg, probe_positions, scan_patterns
 from exitwave.simulate.simulator import MOST_EXCESS, Sample, UnphysicalError
+from exitwave.simulate.slices import Slices, once
 from exitwave.simulate.tasks import SampleSpec, StructureSpec
 from exitwave.simulate.threads import single_threaded
 
-__all__ = ["AbtemSimulator", "Optics", "Slices", "batch_positions", "configure_abtem", "scattering_factor"]
+__all__ = ["AbtemSimulator", "Optics", "batch_positions", "configure_abtem", "scattering_factor"]
 
 # abTEM's names of the aberration coefficients; angles are given to it in radians.
 _COEFFICIENTS = ("C12", "C21", "C23", "C30", "C32", "C34", "C50")
@@ -74,41 +75,6 @@ def scattering_factor(number: int, g_per_A: NDArray[np.floating]) -> NDArray[np.
 def batch_positions(grid_yx: tuple[int, int]) -> int:
     """Probe positions propagated together: about 4 MiB of waves, 8 to 32."""
     return max(8, min(32, 2**19 // (grid_yx[0] * grid_yx[1])))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Slices:
-    """A potential as its different slices and the order in which the beam meets them.
-
-    `different` is (slices of one period, x, y) in V Å; `order` (slices up to the exit plane,) indexes it. `key` names
-    the content: equal keys, equal arrays. It is None where the potential will not come again.
-    """
-
-    different: NDArray[np.floating]
-    order: NDArray[np.intp]
-    key: Any = None
-
-    def stacked(self) -> NDArray[np.floating]:
-        """Every slice up to the exit plane, (slices, x, y)."""
-        return self.different[self.order]
-
-    def up_to(self, exit_plane: int) -> Slices:
-        """The first `exit_plane` slices that the beam meets."""
-        return replace(self, order=self.order[:exit_plane])
-
-    def projected(self) -> NDArray[np.float64]:
-        """The sum of all slices, (x, y) in V Å."""
-        return self.slabs(1)[0]
-
-    def slabs(self, count: int) -> NDArray[np.float64]:
-        """The sums of slices in `count` slabs of equal thickness, (slabs, x, y) in V Å; a slice may lie in two."""
-        weights = slab_weights(len(self.order), count)
-        totals = np.zeros((count, *self.different.shape[1:]))
-        for index, piece in enumerate(self.different):
-            held = weights[:, self.order == index].sum(axis=1)
-            for slab in np.flatnonzero(held):
-                totals[slab] += held[slab] * piece
-        return totals
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,7 +159,7 @@ class AbtemSimulator:
         where = (recipe.label, recipe.volume, recipe.fields, recipe.label_sampling_A, spec.scan_origin_yx_A, turn)
         key = (slices.key, spec.exit_plane, *where)
         if slices.key is None or self._labelled is None or self._labelled[0] != key:
-            self._labelled = (key, _potentials(spec, slices))
+            self._labelled = (key, potential_fields(spec, slices))
         return self._labelled[1]
 
     def route(self, spec: SampleSpec) -> str:
@@ -212,13 +178,13 @@ class AbtemSimulator:
             made: dict[str, NDArray[np.float64]] = {}
             if recipe.images is not None:
                 (spectrum,) = self.plane_waves(spec, cut, [spec.exit_plane])
-                made["images"] = _images(spec, spectrum)
+                made["images"] = focal_series(spec, spectrum)
                 made["captured"] = (np.abs(spectrum.astype(np.complex128)) ** 2).sum()
             if patterns is not None:
                 made["cbed"] = patterns[place]
                 made["captured"] = self._captured(spec, patterns[place])
             if recipe.label.atoms == "phonon-mean":
-                made |= _potentials(spec, cut)
+                made |= potential_fields(spec, cut)
             yield made
 
     def _captured(self, spec: SampleSpec, patterns: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -242,7 +208,7 @@ class AbtemSimulator:
         structure, grid = spec.structure, spec.recipe.grid
         if grid.projection == "finite":  # the tails of an atom reach into neighbouring slices: no period stands alone
             repeat_z = math.ceil(spec.exit_plane / structure.slices)
-            return _once(self._build(spec, *structure.tiled(repeat_z))[: spec.exit_plane])
+            return once(self._build(spec, *structure.tiled(repeat_z))[: spec.exit_plane])
         key = (structure.key, structure.zone_axis, structure.repeat_xy, structure.slices, grid)
         if self._period is None or self._period[0] != key:
             self._period = (key, self._build(spec, *structure.tiled(1)))
@@ -270,7 +236,7 @@ class AbtemSimulator:
             moved[:, 2] = np.clip(moved[:, 2], 0.0, None)
             inside = moved[:, 2] < box[2]
             moved, numbers = moved[inside], numbers[inside]
-        return _once(self._build(spec, numbers, np.mod(moved, box), box)[: spec.exit_plane])
+        return once(self._build(spec, numbers, np.mod(moved, box), box)[: spec.exit_plane])
 
     def _build(self, spec: SampleSpec, numbers: Any, positions: Any, lengths: Any) -> NDArray[np.floating]:
         from ase import Atoms
@@ -451,51 +417,3 @@ class AbtemSimulator:
             plane = scipy.fft.fft2(self.transmission(spec, slices.different[index : index + 1])[0], workers=1)
             made[index] = scipy.fft.ifft2(plane * passed, norm="forward", workers=1) / rest
         return made
-
-
-def _once(slices: NDArray[np.floating]) -> Slices:
-    return Slices(different=slices, order=np.arange(len(slices)))
-
-
-def _potentials(spec: SampleSpec, slices: Slices) -> dict[str, NDArray[np.float64]]:
-    """The fields that are made of the potential: its projection (H, W) and its slabs (Z, H, W), in V Å."""
-    recipe = spec.recipe
-    made: dict[str, NDArray[np.float64]] = {}
-    if recipe.volume is not None:
-        made["volume"] = np.stack([_label(spec, slab) for slab in slices.slabs(recipe.volume.slabs)])
-    if "potential" in recipe.fields:
-        made["potential"] = _label(spec, slices.projected())
-    return made
-
-
-def _label(spec: SampleSpec, projected: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A sum of slices (x, y) at the label's pixels (H, W)."""
-    recipe = spec.recipe
-    return project_label(
-        projected.T,  # (x, y) -> (y, x)
-        spec.structure.extent_yx_A,
-        shape=recipe.label.shape,
-        sampling_A=recipe.label_sampling_A,
-        origin_yx_A=spec.scan_origin_yx_A,
-        rotation_deg=lattice_rotation_deg(spec.values),
-        blur_A=recipe.label.blur_A,
-        bandlimit_per_A=spec.label_bandlimit_per_A,
-    )
-
-
-def _images(spec: SampleSpec, spectrum: NDArray[np.complexfloating]) -> NDArray[np.float64]:
-    """The through-focal series (F, H, W) of an exit wave's spectrum (Ny, Nx), over the scanned field."""
-    recipe = spec.recipe
-    assert recipe.images is not None
-    return focal_images(
-        spectrum,
-        spec.structure.extent_yx_A,
-        in_cell_axes(spec.values),
-        spec.focus_A,
-        shape=recipe.images_shape,
-        sampling_A=recipe.images_sampling_A,
-        origin_yx_A=spec.scan_origin_yx_A,
-        rotation_deg=lattice_rotation_deg(spec.values),
-        aperture_mrad=recipe.images.aperture_mrad,
-        focal_spread_A=recipe.images.focal_spread_A,
-    )

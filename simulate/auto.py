@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from exitwave.simulate.abtem_backend import Slices
 from exitwave.simulate.bloch import BlochSimulator
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.route import route
+from exitwave.simulate.slices import Slices
 from exitwave.simulate.smatrix import SMatrixSimulator
 from exitwave.simulate.tasks import SampleSpec
 

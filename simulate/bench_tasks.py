@@ -211,7 +211,7 @@ def _measure(dataset: Path, address: str, pids: list[int], tasks: int, every_s: 
         lay_out(plan, dataset)
         log = EventLog(dataset / EVENTS_NAME)
         live = LiveStatus(dataset, epoch=lease.epoch, publish=cluster.publish)
-        log.listeners.append(live.feed)
+        log.followers.append(live.follow)
         with ManifestWriter(dataset, epoch=lease.epoch) as manifest, live:
             loop = _Loop(plan, dataset, cluster, log, manifest, threading.Event(), Patience(), lease)
             watch = threading.Thread(

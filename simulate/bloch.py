@@ -27,11 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exitwave.ingest.errors import UsageError
-from exitwave.simulate.abtem_backend import Optics, Slices
+from exitwave.simulate.abtem_backend import Optics
 from exitwave.simulate.detector import Resampling
 from exitwave.simulate.fitness import unfit
 from exitwave.simulate.propagation import KeptRows, kept_rows, scales
 from exitwave.simulate.scanning import scan_patterns
+from exitwave.simulate.slices import Slices
 from exitwave.simulate.smatrix import SMatrixSimulator, beams_of
 from exitwave.simulate.tasks import SampleSpec
 

@@ -23,6 +23,7 @@ import numpy as np
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.manifest import load_manifest
 from exitwave.ingest.records import ShardRecord
+from exitwave.simulate.bundle import fallen_apart
 from exitwave.simulate.work import CampaignPlan
 
 __all__ = ["extended", "makes_others"]
@@ -53,8 +54,10 @@ def extended(plan: CampaignPlan, dataset: Path, there: Mapping[str, Any]) -> Cam
     names = {shard.shard_id for shard in manifest.shards}
     found: set[str] = set()
     moved: Counter[str] = Counter()
+    # What fell apart stays apart: of its structures some are committed, each in a shard of its own.
+    apart = {t.task_id for t in plan.tasks if any(part.uids() in held for part in getattr(t, "parts", ()))}
     tasks = []
-    for task in plan.tasks:
+    for task in fallen_apart(plan.tasks, apart):
         shard = held.get(task.uids())
         if shard is not None and shard.split != task.split:
             moved[f"{shard.split} to {task.split}"] += 1
@@ -67,7 +70,13 @@ def extended(plan: CampaignPlan, dataset: Path, there: Mapping[str, Any]) -> Cam
         told = ", ".join(f"{count} from {what}" for what, count in moved.items())
         raise UsageError(f"shards that are committed would change their split: {told}")
     if found != names:
-        raise UsageError(f"{len(names - found)} committed shards have no place in it")
+        why = f"{len(names - found)} committed shards have no place in it"
+        if any(hasattr(task, "parts") for task in plan.tasks):
+            why += (
+                " (where structures share shards, a shard that was not full would be filled up; simulate what is new "
+                "into a data set of its own and join the two by `exitwave merge`)"
+            )
+        raise UsageError(why)
     whole: Any = plan
     made: CampaignPlan = dataclasses.replace(whole, tasks=tuple(tasks))
     return made

@@ -25,7 +25,7 @@ from exitwave.simulate.bundle import fallen_apart
 from exitwave.simulate.campaign_extend import extended
 from exitwave.simulate.commands import COMMANDS_NAME
 from exitwave.simulate.live import STATUS_NAME
-from exitwave.simulate.state import PLAN_NAME
+from exitwave.simulate.state import PLAN_NAME, STEERING_NAME
 from exitwave.simulate.state_index import STATE_DB_NAME
 from exitwave.simulate.wisdom import FOLDER as WISDOM_FOLDER
 from exitwave.simulate.work import CampaignPlan
@@ -48,7 +48,6 @@ __all__ = [
 
 CAMPAIGN_NAME = "campaign.yaml"
 EVENTS_NAME = "events.jsonl"
-STEERING_NAME = "steering"  # the rounds of a steered campaign (steer_rounds.py)
 
 
 def disk_shortage(plan: CampaignPlan, dataset: Path) -> str | None:
@@ -174,9 +173,7 @@ def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
     with the difference where it does more.
     """
     if (dataset / STEERING_NAME).is_dir():
-        from exitwave.simulate.steer_rounds import steered
-
-        plan = steered(plan, dataset)
+        plan = _with_rounds(plan, dataset)
     if not (dataset / MANIFEST_NAME).exists():
         return plan
     plan = _apart(plan, dataset)
@@ -197,6 +194,19 @@ def fit_to(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
         f"{dataset} holds another campaign ({found[:12]}, this one is {plan.campaign_hash[:12]}): {told}. It does not "
         f"only add to that: {why}. Choose another folder, or give back the old configuration."
     )
+
+
+def _with_rounds(plan: CampaignPlan, dataset: Path) -> CampaignPlan:
+    """With the tasks of the rounds; of another campaign as it is, and what differs is told where that is refused."""
+    from exitwave.simulate.steer_rounds import steered
+
+    try:
+        made: CampaignPlan = steered(plan, dataset)
+    except UsageError:
+        if not (dataset / MANIFEST_NAME).exists() or load_manifest(dataset).header.campaign_hash == plan.campaign_hash:
+            raise
+        return plan
+    return made
 
 
 def _apart(plan: CampaignPlan, dataset: Path) -> CampaignPlan:

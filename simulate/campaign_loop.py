@@ -24,6 +24,7 @@ from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.records import PublishedShard
 from exitwave.simulate.attempts import CLASSES, Failure, History, Patience, is_own, overdue_s, replay_histories
 from exitwave.simulate.campaign_files import EVENTS_NAME, plan_rows, size, with_parts, write_plan
+from exitwave.simulate.campaign_hold import Hold
 from exitwave.simulate.campaign_resume import take_out_lost
 from exitwave.simulate.cluster import Cluster, Outcome
 from exitwave.simulate.commands import Command, read_commands
@@ -71,9 +72,12 @@ class CampaignLoop:
         stop: threading.Event,
         patience: Patience,
         lease: Lease,
+        *,
+        keep_page: bool = False,
+        order: Callable[[CampaignTask], Any] | None = None,
     ) -> None:
         self.plan, self.dataset, self.cluster, self.log, self.manifest = plan, dataset, cluster, log, manifest
-        self.stop, self.patience, self.lease = stop, patience, lease
+        self.stop, self.patience, self.lease, self.keep_page = stop, patience, lease, keep_page
         self.lost = take_out_lost(dataset, manifest)
         committed = {shard.shard_id: shard.nbytes for shard in manifest.manifest.shards}
         self.done = [t for t in plan.tasks if t.shard_id in committed]
@@ -86,7 +90,9 @@ class CampaignLoop:
         left = [t for t in plan.tasks if t.shard_id not in committed]
         self.histories = {t.task_id: histories[t.task_id] for t in left if t.task_id in histories}
         self.failed = [t for t in left if self._history(t).failed is not None]
-        self.todo: deque[CampaignTask] = deque(t for t in left if self._history(t).failed is None)
+        todo = [t for t in left if self._history(t).failed is None]
+        self.todo: deque[CampaignTask] = deque(todo if order is None else sorted(todo, key=order))
+        self.hold = Hold(dataset, log)
         self.running: dict[str, CampaignTask] = {}
         self.heard = self.looked = self.checked = 0.0
         self.silences = self.workers = self.ended = 0
@@ -130,7 +136,7 @@ class CampaignLoop:
                 with contextlib.suppress(OSError, InterruptedRunError):
                     self._write_down()
             self.index.close()
-            self.cluster.close()
+            self.cluster.close(page=self.keep_page)
 
     def _announce(self) -> None:
         self.workers = self.cluster.n_workers
@@ -167,7 +173,7 @@ class CampaignLoop:
             with self.log.together():
                 for outcome in outcomes:
                     self._take(outcome)
-                begun = [] if stopping else self._begin()
+                begun = [] if stopping or self.hold.asks() else self._begin()
             if stopping:
                 self._drain()
             for task in begun:
@@ -183,6 +189,10 @@ class CampaignLoop:
                 self.index.flush()
                 if self.changed:
                     self._write_down()
+            if self.hold.asks():
+                self.heard = time.monotonic()  # that nothing runs is nobody's silence
+                if not self.running:
+                    self.stop.wait(0.1)  # there is nothing that the cluster could wait for
             if self.window > _LEAST:  # short tasks, and enough of them with the workers: several for one sync
                 time.sleep(_GATHER_S)
             outcomes = self.cluster.wait(0.25)

@@ -35,7 +35,9 @@ class Cluster(Protocol):
     `timeout_s` passes first; it raises InterruptedRunError once the scheduler has been away for too long.
     `cancel` forgets tasks, all or those of `keys`, that no worker has begun; with `begun` also those that run, whose
     worker processes it ends. It returns the keys that it forgot, of which no outcome will come.
-    `publish` shows a snapshot (JSON types, under 64 kB) to the page on the scheduler's dashboard.
+    `publish` shows a snapshot (JSON types, under 64 kB) to the page on the scheduler's dashboard. `close` ends what
+    was started; with `page` all but the scheduler and its page, which live, and are published to, until `close` is
+    called again without: the training that follows a campaign is shown there.
 
     `n_workers` are the tasks that can run at once, now or as soon as those who were asked for have come. `running`
     gives for each task that a worker holds how many seconds ago it was first seen there; it is a second old at most.
@@ -64,7 +66,7 @@ class Cluster(Protocol):
 
     def publish(self, snapshot: Mapping[str, Any]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, page: bool = False) -> None: ...
 
 
 _ADDRESS = re.compile(r"(tcp|tls)://[^\s/]+:[0-9]{1,5}")

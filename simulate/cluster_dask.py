@@ -140,13 +140,17 @@ class DaskCluster:
         if self._client is not None:
             publish(self._client, snapshot)
 
-    def close(self) -> None:
+    def close(self, *, page: bool = False) -> None:
         self._forget(list(self._work))
         self._release()
+        plugin, self._plugin = self._plugin, None
+        if self._client is not None and plugin is not None:
+            with contextlib.suppress(Exception):
+                self._client.unregister_worker_plugin(plugin.name)
+        if page:
+            return
         client, self._client = self._client, None
         if client is not None:
-            with contextlib.suppress(Exception):
-                client.unregister_worker_plugin(self._plugin.name)
             client.close(timeout=5)
 
     # --- the connection

@@ -49,5 +49,5 @@ class InlineCluster:
     def publish(self, snapshot: Mapping[str, Any]) -> None:
         """Nobody to show it to."""
 
-    def close(self) -> None:
+    def close(self, *, page: bool = False) -> None:
         self._queue.clear()

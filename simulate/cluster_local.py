@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import tempfile
@@ -29,8 +30,17 @@ def scratch_folder() -> str:
 
 def scheduler_habits() -> None:
     """Of a scheduler in this process. A task whose worker dies is reported at once: the campaign counts attempts and
-    keeps them over a restart. And no worker is given a second task while it has one in hand."""
-    dask.config.set({"distributed.scheduler.allowed-failures": 0, "distributed.scheduler.worker-saturation": 1.0})
+    keeps them over a restart. No worker is given a second task while it has one in hand. And who waits looks at itself
+    twice a second, not fifty times: scheduler and nannies share the cores with the simulations."""
+    dask.config.set(
+        {
+            "distributed.scheduler.allowed-failures": 0,
+            "distributed.scheduler.worker-saturation": 1.0,
+            "distributed.scheduler.work-stealing": False,  # nobody has a task to spare
+            "distributed.admin.tick.interval": "500ms",
+            "distributed.worker.profile.interval": "5s",
+        }
+    )
 
 
 class LocalCluster(DaskCluster):
@@ -72,17 +82,29 @@ class LocalCluster(DaskCluster):
     def _connect(self, timeout_s: float) -> Any:
         return distributed.Client(self._cluster, timeout=timeout_s, set_as_default=False)
 
-    def close(self) -> None:
+    def close(self, *, page: bool = False) -> None:
         if self._cluster is None:
             return
         # Closing talks to every worker, and one that hangs must not hang the end of a campaign.
-        closing = threading.Thread(target=self._close_quietly, daemon=True)
+        closing = threading.Thread(target=self._close_quietly, args=(page,), daemon=True)
         closing.start()
         closing.join(timeout=30)
-        self._cluster = None
+        if not page:
+            self._cluster = None
 
-    def _close_quietly(self) -> None:
+    def _close_quietly(self, page: bool) -> None:
+        cluster = self._cluster
         with contextlib.suppress(Exception):
-            super().close()
+            super().close(page=page)
         with contextlib.suppress(Exception):
-            self._cluster.close(timeout=10)
+            if page:
+                cluster.scale(0)
+                cluster.sync(_without_workers, cluster)
+            else:
+                cluster.close(timeout=10)
+
+
+async def _without_workers(cluster: Any) -> None:
+    """Until the workers that `scale` ends are gone, as far as that takes no more than ten seconds."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(cluster, timeout=10)

@@ -3,7 +3,9 @@
 1. It compares its versions with the controller's (`cluster_versions`). Where they differ it takes no task, says so in
    the scheduler's events under `exitwave-refused`, and leaves.
 2. It limits itself to one thread and starts the guarded process in which its tasks will run (`worker_guard`).
-3. Where the batch system will end its job at a known time (`exitwave.end-time` in Dask's configuration, seconds since
+3. It looks at itself twice a second and samples its own stacks every five, instead of fifty and a hundred times a
+   second, as Dask does: that takes 2.4 % of a core from the simulation, whose stacks are in another process anyway.
+4. Where the batch system will end its job at a known time (`exitwave.end-time` in Dask's configuration, seconds since
    1970), it takes no task that would probably not end by then, and leaves when the one in hand is done.
 """
 
@@ -26,6 +28,7 @@ from exitwave.simulate.worker import start_guard
 __all__ = ["REFUSED_TOPIC", "PrepareWorker"]
 
 REFUSED_TOPIC = "exitwave-refused"
+_CALMER_MS = {"tick": 500.0, "profile": 5000.0}
 
 
 class PrepareWorker(WorkerPlugin):
@@ -42,6 +45,7 @@ class PrepareWorker(WorkerPlugin):
         self.versions = dict(versions)
         self.own_group = own_group
         self.margin_s = margin_s
+        self._before: dict[str, float] = {}
 
     def setup(self, worker: Any) -> None:
         if wrong := differences(self.versions, own_versions()):
@@ -53,11 +57,25 @@ class PrepareWorker(WorkerPlugin):
         if self.own_group:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
+        self._slow_down(worker)
         limit_threads()
         start_guard(self.simulator, memory_bytes=worker.memory_manager.memory_limit or 0)
         end = dask.config.get("exitwave.end-time", None)
         if end is not None:
             worker.loop.call_later(max(0.0, float(end) - self.margin_s - time.time()), _leave, worker, "its job ends")
+
+    def _slow_down(self, worker: Any) -> None:
+        self._before = {}
+        for name, interval_ms in _CALMER_MS.items():
+            callback = worker.periodic_callbacks.get(name)
+            if callback is not None:
+                self._before[name] = callback.callback_time
+                callback.callback_time = max(interval_ms, callback.callback_time)
+
+    def teardown(self, worker: Any) -> None:
+        """It serves others, too: as it was."""
+        for name, before in self._before.items():
+            worker.periodic_callbacks[name].callback_time = before
 
 
 async def _leave(worker: Any, why: str) -> None:

@@ -226,7 +226,7 @@ class SlurmCluster(LocalCluster):
             time.sleep(0.5)
         return False
 
-    def close(self) -> None:
+    def close(self, *, page: bool = False) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=60)
@@ -235,7 +235,7 @@ class SlurmCluster(LocalCluster):
             jobs, self._queue.jobs = self._queue.jobs, ()
         if jobs:
             self._run("scancel", *(job.job_id for job in jobs))
-        super().close()
+        super().close(page=page)
 
     # --- the loop
 

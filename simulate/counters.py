@@ -39,7 +39,7 @@ from exitwave.simulate.event_schema import (
 )
 from exitwave.simulate.tallies import Curve, Reasons, Recent, Slowest
 
-__all__ = ["FAILURE_CLASSES", "SNAPSHOT_VERSION", "Counters", "fold"]
+__all__ = ["FAILURE_CLASSES", "SNAPSHOT_VERSION", "Counters", "fold", "recalled"]
 
 SNAPSHOT_VERSION = 1
 FAILURE_CLASSES = ("error", "memory", "timeout", "killed")
@@ -53,6 +53,14 @@ def fold(events: Iterable[Mapping[str, Any]]) -> Counters:
     counters = Counters()
     for event in events:
         counters.feed(event)
+    return counters
+
+
+def recalled(shown: Mapping[str, Any]) -> Counters:
+    """Counters as they were when `shown` was made of them, as far as a snapshot tells: what was in hand is pending, and
+    of the lists there is what was shown. KeyError, TypeError or ValueError where it is no whole snapshot."""
+    counters = Counters()
+    counters.recall(shown)
     return counters
 
 
@@ -116,6 +124,41 @@ class Counters:
         if event is not None:
             self._last = max(self._last, event.t)
             self._on[type(event)](event)
+
+    def recall(self, shown: Mapping[str, Any]) -> None:
+        """See `recalled`."""
+        shards, samples = shown["shards"], shown["samples"]
+        self._plan = CampaignStarted(
+            t=float(shown["started"] or 0.0),
+            name=str(shown["name"]),
+            samples=int(samples["planned"]),
+            bytes=int(shown["bytes"]["planned"]),
+            cluster=str(shown["cluster"] or ""),
+            dashboard=str(shown["dashboard"] or ""),
+        )
+        self._state, self._why, self._ended = str(shown["activity"]), str(shown["why"]), shown["ended"]
+        self._shards = sum(int(count) for count in shards.values())
+        self._committed, self._failed, self._rejected = (int(shards[s]) for s in ("committed", "failed", "rejected"))
+        self._samples = {name: int(samples[name]) for name in self._samples}
+        self._bytes, self._attempts = int(shown["bytes"]["committed"]), int(shown["attempts"])
+        self._adopted, self._workers = int(shown["adopted"]), int(shown["workers"])
+        self._by_class = {name: int(shown["failed_attempts"][name]) for name in self._by_class}
+        self._seconds = {name: float(shown["seconds"][name]) for name in self._seconds}
+        self._recent.start(self._plan.t)
+        self._recent.total = float(shown["samples_of_run"])
+        self._history.points = [(float(t), float(n)) for t, n in shown["history"]]
+        for row in shown["reasons"]:
+            self._reasons.counts[str(row["state"]), str(row["why"])[:200]] = int(row["count"])
+        for row in shown["rejected"]:
+            self._rejections.add(str(row["source"]), str(row["why"]))
+        for row in shown["slowest"]:
+            self._slowest.add(str(row["structure"]), float(row["seconds_per_sample"]))
+        self._failures.extend(dict(row) for row in reversed(shown["failures"]))
+        self._newest, self._stage, self._cache = shown["newest"], shown["stage"], shown["cache"]
+        if shown["trainer"] is not None:
+            self._trainer = {key: value for key, value in shown["trainer"].items() if key != "curve"}
+            self._loss.points = [(float(step), float(loss)) for step, loss in shown["trainer"]["curve"]]
+        self._last = float(shown["last"])
 
     @property
     def last(self) -> float:
@@ -260,7 +303,8 @@ class Counters:
 
         `shards`: pending, running, committed, failed, rejected add up to the plan's. `samples`: planned, committed,
         failed, rejected. `rate_samples_per_s` is of the last minute while the campaign runs (`simulate/tallies.py`), of
-        the whole run afterwards; `eta_s` is None where nobody can know. `bytes`: planned (an estimate) and committed.
+        the whole run (`samples_of_run`) afterwards; `eta_s` is None where nobody can know. `bytes`: planned (an
+        estimate) and committed.
         `seconds`: of all workers together, in the simulator, around it, and of attempts that failed.
         `failed_attempts` by class; `failures` the newest, `reasons` the most frequent; `slowest`: seconds a sample.
         `history`: (t, committed samples). `stage`, `cache` and `trainer` are None until a pipeline comes there.
@@ -286,6 +330,8 @@ class Counters:
             "ended": self._ended,
             "samples": samples,
             "shards": shards,
+            "samples_of_run": self._recent.total,
+            "last": self._last,
             "rate_samples_per_s": round(rate, 6),
             "eta_s": 0.0 if left == 0 or shards["pending"] + shards["running"] == 0 else left / rate if rate else None,
             "bytes": {"planned": self._plan.bytes, "committed": self._bytes},

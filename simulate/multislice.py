@@ -17,10 +17,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
+from exitwave.simulate.abtem_backend import AbtemSimulator
 from exitwave.simulate.passes import propagations
 from exitwave.simulate.propagation import KeptRows, Propagation, batch_waves, kept_rows, scales
 from exitwave.simulate.scanning import scan_patterns
+from exitwave.simulate.slices import Slices
 from exitwave.simulate.tasks import SampleSpec
 
 __all__ = ["KEPT_GRIDS", "KEPT_TRANSMISSION_BYTES", "FastSimulator"]

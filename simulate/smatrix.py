@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from exitwave.simulate.abtem_backend import Slices
 from exitwave.simulate.detector import Resampling
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.propagation import KeptRows, kept_rows, scales
 from exitwave.simulate.route import MATRIX_BYTES
 from exitwave.simulate.scanning import scan_patterns
+from exitwave.simulate.slices import Slices
 from exitwave.simulate.tasks import SampleSpec
 
 __all__ = ["SMatrixSimulator", "beams_of"]

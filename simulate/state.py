@@ -15,15 +15,16 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import load_header, load_manifest
-from exitwave.simulate.counters import fold
+from exitwave.simulate.counters import Counters, fold
 from exitwave.simulate.lease import lease_holder
-from exitwave.simulate.live import read_live
+from exitwave.simulate.live import read_live, read_on
 from exitwave.simulate.state_index import read_failed
 from exitwave.simulate.state_task import TaskState, apply
 
 __all__ = ["TaskState", "campaign_failures", "campaign_status", "replay"]
 
 PLAN_NAME = "plan.json"
+STEERING_NAME = "steering"  # the rounds of a steered campaign (steer_rounds.py)
 
 
 def replay(
@@ -77,17 +78,35 @@ def campaign_status(dataset: Path) -> dict[str, Any]:
     """The contract's `status` of a data set: the snapshot of `counters`. Raises UsageError where there is none.
 
     Where a controller is at work, or one ended in order, its own last snapshot is shown, which costs the same however
-    large the campaign is. Else everything is read: what the manifest says counts.
+    large the campaign is. After one that was killed, that snapshot and what log and manifest tell since. Where that is
+    not sure, everything is read: what the manifest says counts.
     """
     load_header(dataset)  # a data set of another version is not this one's to speak of
     holder = lease_holder(dataset)
-    shown = read_live(dataset, holder) or _read_all(dataset)
+    shown = read_live(dataset, holder) or _read_on(dataset, holder) or _read_all(dataset)
     return {
         **shown,
         "dashboard": shown["dashboard"] if holder is not None else None,
         "running": holder is not None,
         "controller": holder,
     }
+
+
+def _read_on(dataset: Path, holder: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The snapshot of a controller that was killed, with what came after it."""
+    counters = read_on(dataset)
+    if counters is None:
+        return None
+    shown = counters.snapshot(time.time())
+    if shown["activity"] == "running" and holder is None:
+        shown = _died(counters)
+    return {**shown, "dataset": str(dataset.absolute())}
+
+
+def _died(counters: Counters) -> dict[str, Any]:
+    """The snapshot of a controller that runs no more: what ran is pending, and its rate is that of its life."""
+    counters.feed({"kind": "campaign_interrupted", "t": counters.last, "why": "its controller died"})
+    return counters.snapshot(time.time())
 
 
 def _read_all(dataset: Path) -> dict[str, Any]:
@@ -102,9 +121,8 @@ def _read_all(dataset: Path) -> dict[str, Any]:
             samples[state.state] += state.samples
     counters = fold(events)
     shown = counters.snapshot(time.time())
-    if shown["activity"] == "running" and lease_holder(dataset) is None:  # it died: its rate is that of its life
-        counters.feed({"kind": "campaign_interrupted", "t": counters.last, "why": "its controller died"})
-        shown = counters.snapshot(time.time())
+    if shown["activity"] == "running" and lease_holder(dataset) is None:
+        shown = _died(counters)
     rate = shown["rate_samples_per_s"]
     left = samples["planned"] - samples["committed"] - samples["failed"]
     return {

@@ -1,7 +1,8 @@
 """What stands before the first step: samples, model, optimizer, engine, and the checkpoint to go on from.
 
 1. Open the training samples; what one rank cannot open, none trains on.
-2. Rank 0 measures the training set and tells the others.
+2. Rank 0 measures the training set and tells the others. Of a growing one it waits for the watermark, and measures what
+   is there.
 3. Model, parallelize (parallel.py), optimizer, in this order.
 4. The last checkpoint, if there is one, into model, optimizer and sampler.
 5. The engine, which compares all ranks and makes the parameters those of rank 0.
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exitwave.ingest import GlobalSampler, ShardDataset, Window
+from exitwave.ingest import GlobalSampler, GrowingDataset, ReservoirSampler, ShardDataset, Window
 from exitwave.ingest.errors import UsageError
 from exitwave.train.allreduce.engine import GroupedAllreduce
 from exitwave.train.device import device_of
@@ -23,6 +24,7 @@ from exitwave.train.ema import Ema
 from exitwave.train.loader import EVALUATION_EPOCH, open_split
 from exitwave.train.mesh import Ranks
 from exitwave.train.meter import flops_of_a_sample, peak_flops_per_s
+from exitwave.train.online import Arrivals, Online, open_growing, reservoir_sampler
 from exitwave.train.optim import make_optimizer
 from exitwave.train.parallel import DataPlan, Parallel
 from exitwave.train.recompute import recompute_blocks
@@ -36,9 +38,17 @@ __all__ = ["build", "open_samples"]
 
 
 def open_samples(
-    spec: TrainSpec, task: Task, data: Path, cache: Path | None, ranks: Ranks, plan: DataPlan
-) -> ShardDataset:
+    spec: TrainSpec,
+    task: Task,
+    data: Path,
+    cache: Path | None,
+    ranks: Ranks,
+    plan: DataPlan,
+    online: Online | None = None,
+) -> ShardDataset | GrowingDataset:
     """The training samples; what one rank cannot open, none trains on."""
+    if online is not None:
+        return open_growing(spec, data, task.fields, online, ranks, plan)
     dataset: ShardDataset | None = None
     error: Exception | None = None
     try:
@@ -59,7 +69,7 @@ def open_samples(
 def build(
     spec: TrainSpec,
     task: Task,
-    dataset: ShardDataset,
+    dataset: ShardDataset | GrowingDataset,
     *,
     data: Path,
     cache: Path | None,
@@ -68,9 +78,12 @@ def build(
     parallel: Parallel,
     plan: DataPlan,
     recorder: Recorder | None,
+    arrivals: Arrivals | None = None,
 ) -> Training:
     """Steps 2 to 5 of the module's text; every rank calls it."""
-    measured = ranks.from_first(lambda: task.measure(dataset))
+    if arrivals is not None and recorder is not None and not arrivals.entries:
+        recorder.emit("train_waiting", samples=arrivals.online.settings.watermark)
+    measured = _measured(task, dataset, ranks, arrivals)
     device = device_of(spec, ranks)
     module = task.make_model(measured).to(device, DTYPE[spec.precision])
     flops = peak = None
@@ -89,19 +102,15 @@ def build(
         )
         scaler.scale(torch.zeros((), device=device))  # it has a scale from here on
     optimizer = make_optimizer(spec.optimizer, module.named_parameters())
-    sampler = GlobalSampler(
-        dataset,
-        rank=plan.rank,
-        world_size=plan.size,
-        global_batch=spec.batch,
-        seed=spec.seed,
-        window=None if spec.data.window is None else Window(**spec.data.window.model_dump()),
-    )
+    sampler = _sampler(spec, dataset, plan, arrivals)
+    planned = len(dataset) if arrivals is None else arrivals.online.settings.planned
     progress = Progress(step=0, elapsed_s=0.0, sampler=sampler.state_dict())
     checkpoint = ranks.from_first(lambda: latest_checkpoint(out / "checkpoints"))
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, ranks, module, optimizer, means=None if ema is None else ema.mean)
         sampler.load_state_dict(progress.sampler)
+        if arrivals is not None:
+            arrivals.go_on(progress.step)
         if scaler is not None and progress.scaler is not None:
             scaler.load_state_dict(progress.scaler)
     engine = GroupedAllreduce(
@@ -128,7 +137,8 @@ def build(
         engine=engine,
         optimizer=optimizer,
         sampler=sampler,
-        total_steps=_total_steps(spec, len(dataset)),
+        total_steps=_total_steps(spec, planned),
+        arrivals=arrivals,
         step=progress.step,
         resumed_from=progress.step,
         elapsed_s=progress.elapsed_s,
@@ -145,7 +155,7 @@ def build(
         step=training.step,
         total_steps=training.total_steps,
         max_seconds=spec.max_seconds,
-        samples=len(dataset),
+        samples=planned,
         batch=spec.batch,
         world_size=ranks.info.world_size,
         mesh=f"{plan.size}x{ranks.info.world_size // plan.size}",
@@ -156,8 +166,38 @@ def build(
     return training
 
 
+def _measured(task: Task, dataset: ShardDataset | GrowingDataset, ranks: Ranks, arrivals: Arrivals | None) -> Any:
+    """Of all samples, or of those that the first step knows where others will come."""
+    if arrivals is None or not isinstance(dataset, GrowingDataset):
+        return ranks.from_first(lambda: task.measure(dataset))
+    first = arrivals.begin()
+
+    def work() -> Any:
+        dataset.refresh()
+        return task.measure(dataset.until(first))
+
+    return ranks.from_first(work)
+
+
+def _sampler(
+    spec: TrainSpec, dataset: ShardDataset | GrowingDataset, plan: DataPlan, arrivals: Arrivals | None
+) -> GlobalSampler | ReservoirSampler:
+    if arrivals is not None:
+        assert isinstance(dataset, GrowingDataset)
+        return reservoir_sampler(spec, dataset, plan, arrivals)
+    assert isinstance(dataset, ShardDataset)
+    return GlobalSampler(
+        dataset,
+        rank=plan.rank,
+        world_size=plan.size,
+        global_batch=spec.batch,
+        seed=spec.seed,
+        window=None if spec.data.window is None else Window(**spec.data.window.model_dump()),
+    )
+
+
 def _speed(
-    spec: TrainSpec, task: Task, dataset: ShardDataset, measured: Any, module: nn.Module
+    spec: TrainSpec, task: Task, dataset: ShardDataset | GrowingDataset, measured: Any, module: nn.Module
 ) -> tuple[float | None, float]:
     """Operations a sample, and operations a second that this rank could do."""
     flops = flops_of_a_sample(module, task.prepare(measured, epoch=EVALUATION_EPOCH)([dataset[0]]))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from exitwave.ingest import GlobalSampler
+from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.ingest.prefetch import Prefetcher
 from exitwave.ingest.prefetch_order import AccessOrder
@@ -22,6 +24,8 @@ def prefetching(training: Training, capacity: int | None) -> Iterator[Prefetcher
         yield None
         return
     sampler, error = training.sampler, None
+    if not isinstance(sampler, GlobalSampler):
+        raise UsageError("--cache-capacity: what a reservoir will draw is not known ahead; read the data set itself")
     made: Prefetcher | None = None
     try:
         made = Prefetcher(

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from exitwave.ingest import GrowingDataset
 from exitwave.ingest.errors import ExitwaveError
 from exitwave.train.allreduce.sharded_optimizer import whole_optimizer
 from exitwave.train.mesh import RankInfo
+from exitwave.train.online import whole_measure
 from exitwave.train.run import read_curve, saved_facts
 from exitwave.train.state import Progress, save_checkpoint
 from exitwave.train.training import Training, count_parameters
@@ -80,6 +82,8 @@ def finish(training: Training) -> TrainResult:
     """The last checkpoint and model.pt. Every rank calls it."""
     checkpoint(training)
     training.ranks.from_first(lambda: _save_model(training))
+    if training.arrivals is not None and (reuse := training.arrivals.reuse()):
+        training.emit("train_reservoir", reuse=sorted(reuse.items()))  # (uses, samples)
     seconds = time.perf_counter() - training.started
     result = TrainResult(
         run=training.out,
@@ -105,11 +109,17 @@ def finish(training: Training) -> TrainResult:
 
 
 def _save_model(training: Training) -> None:
+    measured = training.measured
+    if training.arrivals is not None:
+        assert isinstance(training.dataset, GrowingDataset)
+        training.arrivals.finish(training.step)
+        known = training.dataset.until(training.arrivals.seq_of(training.step - 1))
+        measured = whole_measure(measured, training.task.measure(known))
     with nullcontext() if training.ema is None else training.ema.in_place():
         training.task.save(
             training.out / "model.pt",
             training.module,
-            training.measured,
+            measured,
             dataset_id=training.dataset.dataset_id,
             step=training.step,
         )

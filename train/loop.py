@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from exitwave.ingest import GlobalSampler
 from exitwave.ingest.errors import InterruptedRunError
 from exitwave.train.closing import checkpoint
 from exitwave.train.feed import feeding
@@ -31,7 +32,10 @@ def take_steps(training: Training, batches: Iterator[Batch], stop: Callable[[], 
         began = time.perf_counter()
         batch, error = _next(batches)
         data_wait_s = time.perf_counter() - began
-        agreed = ranks.agree(error=error, stop=stop(), clock_s=training.clock_s())
+        stopping = stop()
+        # Slurm sends SIGTERM to all processes of a job, also to those that read for this rank: a rank that is told to
+        # stop needs no batch any more.
+        agreed = ranks.agree(error=None if stopping else error, stop=stopping, clock_s=training.clock_s())
         clock_s = agreed.clock_s
         if agreed.stop:
             checkpoint(training)
@@ -47,7 +51,7 @@ def take_steps(training: Training, batches: Iterator[Batch], stop: Callable[[], 
         outcome = take_step(training, batch)
         training.loss = outcome.loss
         training.sampler.commit(spec.batch)
-        if training.prefetcher is not None:
+        if training.prefetcher is not None and isinstance(training.sampler, GlobalSampler):
             training.prefetcher.advance(training.sampler.epoch, training.sampler.committed)
         training.step += 1
         training.samples += spec.batch
@@ -80,6 +84,8 @@ def _tell(
     if training.recorder is None:
         return
     more: dict[str, float] = {}
+    if training.arrivals is not None and (known := training.arrivals.known(training.step - 1)) is not None:
+        more["known_samples"] = known
     if outcome.gradient_norm is not None:
         more["gradient_norm"] = outcome.gradient_norm
     if training.scaler is not None:

@@ -2,6 +2,7 @@
 
     RUN/train.json          the resolved spec and the data set's id; the folder's identity
     RUN/preprocessing.json  what was measured on the training set before the first step
+    RUN/arrivals.jsonl      of a training while the data set grew: what it knew at which step
     RUN/events.jsonl        train_started, train_resumed, train_step, train_eval, train_checkpoint, train_finished, …
     RUN/checkpoints/        see state.py
     RUN/model.pt            the trained model: weights, spec, preprocessing (loads with weights_only=True)
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from exitwave.ingest.arrivals import ARRIVALS_NAME
 from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.files import write_atomic
@@ -70,19 +72,28 @@ class SavedFacts:
     parameters: int
 
 
-def claim_run(out: Path, spec: TrainSpec, *, dataset_id: str, fresh: bool) -> None:
+def claim_run(
+    out: Path, spec: TrainSpec, *, dataset_id: str, fresh: bool, online: dict[str, Any] | None = None
+) -> None:
     """Makes the folder this training's, or finds that it already is. Called by one rank.
+
+    `online`: how it met its data, where that came while it trained; it is part of the folder's identity.
 
     Raises:
         UsageError: the folder belongs to another training; the message says where they differ.
     """
     out.mkdir(parents=True, exist_ok=True)
     identity = {"format": "exitwave-train", "version": 1, "dataset_id": dataset_id, "spec": spec.canonical()}
+    if online is not None:
+        identity["online"] = online
     path = out / "train.json"
     if fresh:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
         # the identity goes last: a kill in between leaves a folder that still knows what it was
-        for name in ("model.pt", "metrics.json", "evaluation.npz", "preprocessing.json", "events.jsonl", "train.json"):
+        for name in (
+            "model.pt", "metrics.json", "evaluation.npz", "preprocessing.json", "events.jsonl", ARRIVALS_NAME,
+            "train.json",
+        ):  # fmt: skip
             (out / name).unlink(missing_ok=True)
     elif path.exists():
         before = json.loads(path.read_text())

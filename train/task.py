@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from exitwave.ingest import ShardDataset
 from exitwave.train.loader import Batch
 from exitwave.train.spec import TrainSpec
 
@@ -28,8 +27,9 @@ class Task(Protocol):
     def fields(self) -> tuple[str, ...]:
         """What is read of each sample."""
 
-    def measure(self, dataset: ShardDataset) -> Any:
-        """Statistics of the training set, before the first step; they travel to the other ranks pickled."""
+    def measure(self, dataset: Any) -> Any:
+        """Statistics of the training set (a ShardDataset, or what has arrived of a growing one), before the first step;
+        they travel to the other ranks pickled."""
 
     def make_model(self, measured: Any) -> nn.Module:
         """The network, initialised from the spec's seed alone (the caller's random state is left as it was)."""

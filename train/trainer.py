@@ -29,6 +29,7 @@ from exitwave.train.caching import prefetching
 from exitwave.train.closing import TrainResult, already_done, finish
 from exitwave.train.loop import fit
 from exitwave.train.mesh import RankInfo, Ranks, open_ranks
+from exitwave.train.online import Online, open_arrivals
 from exitwave.train.parallel import Parallel
 from exitwave.train.recorder import Recorder
 from exitwave.train.run import claim_run
@@ -54,6 +55,7 @@ def train(
     emit: Callable[[dict[str, Any]], None] | None = None,
     stop: Callable[[], bool] | None = None,
     threads: int | None = None,
+    online: Online | None = None,
 ) -> TrainResult:
     """Trains a model on a data set, or goes on where the folder `out` was left. Every rank calls it.
 
@@ -67,6 +69,7 @@ def train(
         emit: called with each event that rank 0 records.
         stop: asked before each step; when it is true on any rank, all checkpoint and leave.
         threads: torch threads of this rank; None leaves them.
+        online: train while the data set grows, or as one did that is done again (online.py).
 
     Raises:
         UsageError: the data set or `out` do not fit the spec.
@@ -79,18 +82,24 @@ def train(
         die_with_parent()
     with _torch_settings(threads, spec), open_ranks(info, timeout_s=spec.engine.timeout_s) as ranks:
         plan = parallel.data_plan(ranks)
-        dataset = open_samples(spec, task, data, cache, ranks, plan)
-        ranks.from_first(lambda: claim_run(out, spec, dataset_id=dataset.dataset_id, fresh=fresh))
+        dataset = open_samples(spec, task, data, cache, ranks, plan, online)
+        other = None if online is None else online.identity()
+        ranks.from_first(lambda: claim_run(out, spec, dataset_id=dataset.dataset_id, fresh=fresh, online=other))
         if ranks.from_first(lambda: (out / "model.pt").exists()):
             return already_done(out, info)
         with _recording(out, spec, ranks, emit) as recorder:
             training = build(
                 spec, task, dataset, data=data, cache=cache, out=out,
                 ranks=ranks, parallel=parallel, plan=plan, recorder=recorder,
+                arrivals=None if online is None else open_arrivals(spec, data, out, ranks, online, stop or _never),
             )  # fmt: skip
             with closing(training.engine), prefetching(training, cache_capacity) as training.prefetcher:
-                fit(training, stop or (lambda: False))
+                fit(training, stop or _never)
                 return finish(training)
+
+
+def _never() -> bool:
+    return False
 
 
 def _parallel_of(spec: TrainSpec) -> Parallel:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exitwave.ingest import GlobalSampler, ShardDataset
+from exitwave.ingest import GlobalSampler, GrowingDataset, ReservoirSampler, ShardDataset
 from exitwave.ingest.prefetch import Prefetcher
 from exitwave.train.allreduce.engine import GroupedAllreduce
 from exitwave.train.ema import Ema
 from exitwave.train.mesh import Ranks
+from exitwave.train.online import Arrivals
 from exitwave.train.parallel import DataPlan
 from exitwave.train.recorder import Recorder
 from exitwave.train.spec import TrainSpec
@@ -30,7 +31,10 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(kw_only=True)
 class Training:
-    """Everything that a step needs. `plan`: this rank's part of each batch; `measured`: what the task measured."""
+    """Everything that a step needs. `plan`: this rank's part of each batch; `measured`: what the task measured.
+
+    `arrivals`: where the data set grows meanwhile, what each step knows; None where all is there.
+    """
 
     spec: TrainSpec
     task: Task
@@ -40,12 +44,12 @@ class Training:
     ranks: Ranks
     plan: DataPlan
     recorder: Recorder | None
-    dataset: ShardDataset
+    dataset: ShardDataset | GrowingDataset
     measured: Any
     module: nn.Module
     engine: GroupedAllreduce
     optimizer: torch.optim.Optimizer
-    sampler: GlobalSampler
+    sampler: GlobalSampler | ReservoirSampler
     total_steps: int | None
     step: int
     resumed_from: int
@@ -60,6 +64,7 @@ class Training:
     loss: float = float("nan")
     samples: int = 0
     prefetcher: Prefetcher | None = None
+    arrivals: Arrivals | None = None
     started: float = field(default_factory=time.perf_counter)
 
     def emit(self, kind: str, **fields: Any) -> None:

@@ -21,19 +21,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import write_atomic
 from exitwave.simulate.plan import Plan
-from exitwave.simulate.steer import Cell, quotas, samples_for, shares, smoothed, tallies
+from exitwave.simulate.steer import Axis, Cell, Tally, quotas, samples_for, shares, smoothed, tallies
 from exitwave.simulate.steer_rounds import (
     STEER_SPLIT,
     CellRow,
+    Pick,
     Round,
     cell_of,
     census,
@@ -44,6 +44,7 @@ from exitwave.simulate.steer_rounds import (
     trained_structures,
     write_round,
 )
+from exitwave.simulate.tasks import draw_sample
 from exitwave.train.judge import Judged, judge
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.adaptive_spec import AdaptiveSection, axes_of
@@ -69,12 +70,15 @@ def run_rounds(
     """All rounds; the plan with all of them, and how many shards failed. `folder`: RUN/rounds."""
     plan, failed = base, 0
     split = _judged_split(section, spec)
-    if split != STEER_SPLIT and split not in {task.split for task in base.tasks}:
+    if section.uniform_share < 1 and split != STEER_SPLIT and split not in {task.split for task in base.tasks}:
         raise UsageError(
             f"adaptive.pool: 0 judges on split {split!r}, of which the campaign has no sample: give a pool"
         )
     for number in range(section.rounds + 1):
-        if number >= len(read_rounds(dataset)):
+        decided = len(read_rounds(dataset))
+        if number < decided - 1:  # with the one that was decided last
+            continue
+        if number == decided:
             made = _first_round(base, section) if number == 0 else None
             if made is None:
                 errors = _errors(dataset, folder, number - 1, section, spec, hands)
@@ -107,18 +111,10 @@ def next_round(plan: Plan, section: AdaptiveSection, errors: Sequence[Judged], *
 
     `errors`: those of samples of `plan` of the split `split`.
     """
-    structures = trained_structures(plan)
     axes = axes_of(section, plan)
     counted = census(plan, axes)
-    numbers = {(s.key, s.zone_axis): k for k, s in enumerate(structures)}
-    cells: dict[int, Cell] = {}
-    for task in plan.tasks:
-        if task.split == split:
-            for sample in task.samples():
-                at = numbers.get((sample.structure.key, sample.structure.zone_axis), 0)
-                cells[sample.uid] = cell_of(axes, sample, at)
     try:
-        judged = tallies([(cells[row.uid], row.loss) for row in sorted(errors, key=lambda row: row.uid)])
+        judged = _judged(plan, axes, errors, split)
     except ValueError as error:
         raise UsageError(f"adaptive: round {number} cannot be steered: {error}. Lower train.optimizer.lr?") from None
     share = shares(
@@ -132,7 +128,7 @@ def next_round(plan: Plan, section: AdaptiveSection, errors: Sequence[Judged], *
     total = samples_for(budget, share, counted.cost_s)
     wanted = quotas(share, total, seed=plan.spec.seed, number=number)
     picks = choose(plan, axes, wanted, number=number)
-    taken = _taken(plan, axes, picks, numbers)
+    taken = _taken(plan, axes, picks)
     relative = smoothed(list(counted.natural), judged)
     return Round(
         number=number,
@@ -159,17 +155,31 @@ def next_round(plan: Plan, section: AdaptiveSection, errors: Sequence[Judged], *
     )
 
 
-def _taken(plan: Plan, axes: Any, picks: Any, numbers: dict[Any, int]) -> dict[Cell, int]:
-    from exitwave.simulate.tasks import draw_sample
+def _judged(plan: Plan, axes: Sequence[Axis], errors: Sequence[Judged], split: str) -> dict[Cell, Tally]:
+    """Errors by region. ValueError for one that is no number."""
+    numbers = _numbers(plan)
+    cells = {
+        sample.uid: cell_of(axes, sample, numbers.get((sample.structure.key, sample.structure.zone_axis), 0))
+        for task in plan.tasks
+        if task.split == split
+        for sample in task.samples()
+    }
+    return tallies([(cells[row.uid], row.loss) for row in sorted(errors, key=lambda row: row.uid)])
 
-    by_key = {(s.key, s.zone_axis): s for s in trained_structures(plan)}
-    recipe = plan.spec.recipe()
-    taken: dict[Cell, int] = defaultdict(int)
+
+def _taken(plan: Plan, axes: Sequence[Axis], picks: Sequence[Pick]) -> Counter[Cell]:
+    """How many samples of each region were found."""
+    structures, numbers, recipe = trained_structures(plan), _numbers(plan), plan.spec.recipe()
+    taken: Counter[Cell] = Counter()
     for pick in picks:
-        key = (pick.structure, pick.zone_axis)
+        number = numbers[pick.structure, pick.zone_axis]
         for index in pick.indices:
-            taken[cell_of(axes, draw_sample(by_key[key], recipe, index, "train"), numbers[key])] += 1
-    return dict(taken)
+            taken[cell_of(axes, draw_sample(structures[number], recipe, index, "train"), number)] += 1
+    return taken
+
+
+def _numbers(plan: Plan) -> dict[tuple[str, tuple[int, int, int]], int]:
+    return {(s.key, s.zone_axis): k for k, s in enumerate(trained_structures(plan))}
 
 
 def _judged_split(section: AdaptiveSection, spec: TrainSpec) -> str:
@@ -186,7 +196,8 @@ def _errors(
     path = run / "errors.json"
     if not path.exists():
         hands.train(judging_spec(section, spec), run)
-        _write_errors(path, judge(run, dataset, _judged_split(section, spec)))
+        rows = [dataclasses.asdict(row) for row in judge(run, dataset, _judged_split(section, spec))]
+        write_atomic(path, json.dumps(rows, separators=(",", ":")).encode() + b"\n")
     return read_errors(path)
 
 
@@ -203,21 +214,25 @@ def judging_spec(section: AdaptiveSection, spec: TrainSpec) -> TrainSpec:
     )
 
 
-def judge_final(dataset: Path, folder: Path, train: Path, section: AdaptiveSection, spec: TrainSpec) -> None:
-    """What the trained network gets wrong on the samples that judged, beside what the rounds' networks did."""
+def judge_final(
+    plan: Plan, dataset: Path, folder: Path, train: Path, section: AdaptiveSection, spec: TrainSpec
+) -> None:
+    """What the trained network gets wrong on the samples that judged, by region and by sample: rounds/final.json."""
     path = folder / "final.json"
     done = path.exists() and path.stat().st_mtime_ns >= (train / "model.pt").stat().st_mtime_ns
-    if section.uniform_share < 1 and not done:
-        folder.mkdir(exist_ok=True)
-        _write_errors(path, judge(train, dataset, _judged_split(section, spec)))
-
-
-def _write_errors(path: Path, errors: Sequence[Judged]) -> None:
-    rows = [dataclasses.asdict(row) for row in errors]
-    write_atomic(path, json.dumps(rows, separators=(",", ":")).encode() + b"\n")
+    if section.uniform_share >= 1 or done:
+        return
+    split = _judged_split(section, spec)
+    errors = judge(train, dataset, split)
+    cells = _judged(plan, axes_of(section, plan), errors, split)
+    rows = [{"cell": cell, "n": found.n, "error": found.total / found.n} for cell, found in sorted(cells.items())]
+    content = {"split": split, "cells": rows, "errors": [dataclasses.asdict(row) for row in errors]}
+    folder.mkdir(exist_ok=True)
+    write_atomic(path, json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n")
 
 
 def read_errors(path: Path) -> tuple[Judged, ...]:
+    """What a network that judged a round got wrong, sample by sample."""
     return tuple(Judged(**row) for row in json.loads(path.read_text()))
 
 

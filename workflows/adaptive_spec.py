@@ -15,7 +15,7 @@ from exitwave.simulate.steer import Axis
 from exitwave.simulate.steer_rounds import mean_atomic_number, trained_structures
 from exitwave.train.spec import TrainSpec
 
-__all__ = ["AdaptiveSection", "axes_of", "conflict"]
+__all__ = ["AdaptiveSection", "axes_of", "conflict", "cost_of"]
 
 Bins = Annotated[int, Field(ge=2, le=64)]
 Edges = Annotated[tuple[float, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
@@ -80,6 +80,15 @@ def conflict(section: AdaptiveSection, campaign: CampaignSpec, train: TrainSpec)
     if not section.pool and "structure" in section.regions:
         return "pool: at least 1 expected where regions has `structure`: the validation split has other structures"
     return None
+
+
+def cost_of(section: AdaptiveSection, plan: Plan) -> str:
+    """What the rounds add to the plan of round 0, in words for a person."""
+    added = section.rounds * section.samples_per_round
+    judging = section.pool * len(trained_structures(plan)) if section.uniform_share < 1 else 0
+    hours = plan.core_seconds / max(1, plan.n_samples) * (added + judging) / 3600
+    pool = f" and {judging} samples that judge" if judging else ""
+    return f"{section.rounds} rounds add about {added} samples{pool} to these, about {hours:.2g} core-hours"
 
 
 def axes_of(section: AdaptiveSection, plan: Plan) -> tuple[Axis, ...]:

@@ -17,9 +17,11 @@ import psutil
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.attempts import Patience
+from exitwave.simulate.live import LiveStatus
 from exitwave.simulate.parametric import ParametricPlan, ParametricSpec, make_parametric_plan
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.simulate.spec import CampaignSpec
+from exitwave.workflows.adaptive_spec import cost_of
 from exitwave.workflows.config import (
     Document,
     apply_overrides,
@@ -95,6 +97,10 @@ def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session
     sections = read_sections(document, overrides, "campaign")
     assert sections.campaign is not None
     planned = plan_campaign(document, sections.campaign, ("campaign",), session=session)
+    if sections.adaptive is not None:
+        plan = crystal_plan(planned, "adaptive")
+        more = f"adaptive: {cost_of(sections.adaptive, plan)}, by `exitwave run` alone"
+        planned = dataclasses.replace(planned, plan=dataclasses.replace(plan, warnings=(*plan.warnings, more)))
     return dataclasses.replace(planned, section=sections.cluster)
 
 
@@ -314,8 +320,12 @@ def run_planned(
     workers: int | None,
     feed: Callable[[Mapping[str, Any]], None],
     patience: Patience | None = None,
+    live: LiveStatus | None = None,
+    order: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Run the campaign on a cluster made for it; a CampaignResult."""
+    """Run the campaign on a cluster made for it; a CampaignResult. `live`: of a pipeline, which shows what follows.
+    `order`: what its tasks are sorted by.
+    """
     from exitwave.simulate.campaign import run_campaign
     from exitwave.simulate.cluster import make_cluster
 
@@ -339,7 +349,16 @@ def run_planned(
         feed({**event, "committed_samples": before} if event["kind"] == "campaign_started" else event)
 
     with session.finishing("the shards in hand"):
-        return run_campaign(planned.plan, dataset, made, listeners=[listen], stop=session.stop, patience=patience)
+        return run_campaign(
+            planned.plan,
+            dataset,
+            made,
+            listeners=[listen],
+            stop=session.stop,
+            patience=patience,
+            live=live,
+            order=order,
+        )
 
 
 def _workers_line(event: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from exitwave.ingest.errors import UsageError
 from exitwave.workflows.faults import Fault, faults_of
-from exitwave.workflows.nodes_place import NodePlace, node_place
+from exitwave.workflows.nodes_place import NETWORK_VARIABLES, NodePlace, interface_of, node_place, own_address
 
 __all__ = [
     "Document",
@@ -47,6 +47,7 @@ __all__ = [
     "load_document",
     "parse_bytes",
     "place_of_node",
+    "prefer_own_interface",
     "rank_environment",
     "read_resolved",
     "slurm_run",
@@ -426,6 +427,20 @@ def slurm_run(environ: Mapping[str, str] | None = None) -> str:
 def place_of_node(nodes: int) -> NodePlace | None:
     """This task's place among `nodes` nodes, or None where srun did not start it."""
     return node_place(os.environ, nodes)
+
+
+def prefer_own_interface() -> None:
+    """Under srun on several nodes: let gloo and NCCL use the interface by which others reach this node.
+
+    Left to themselves they take the address that the host's own name has, which may be 127.0.1.1.
+    """
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
+    if nodes == "1":
+        return
+    address = own_address(os.environ.get("EXITWAVE_INTERFACE"), os.environ.get("SLURMD_NODENAME"))
+    if (interface := interface_of(address)) is not None:
+        for name in NETWORK_VARIABLES:
+            os.environ.setdefault(name, interface)
 
 
 def in_allocation() -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "GREY",
     "curve_png",
     "data_uri",
+    "heat_png",
     "image_png",
     "new_figure",
     "nice_length",
@@ -167,6 +168,39 @@ def style_axes(axes: Any, *, x_label: str, y_label: str) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(GREY)
+
+
+def heat_png(
+    values: Array, *, rows: Sequence[str], columns: Sequence[str], limits: tuple[float, float], log: bool = False
+) -> str:
+    """A table (rows, columns) as colours with its numbers written in, as a data URI; NaN stays empty.
+
+    `log`: colours by the logarithm, so that twice and half are equally far from one; blue is less, red is more.
+    """
+    from matplotlib.colors import LogNorm, Normalize
+
+    values = np.asarray(values, dtype=float)
+    width = 1.9 + 0.75 * len(columns)
+    figure = new_figure(width, 0.5 + 0.24 * len(rows))
+    low, high = limits
+    axes = figure.add_axes((1.8 / width, 0.02, 1 - 1.85 / width, 1 - 0.45 / (0.5 + 0.24 * len(rows))))
+    norm = LogNorm(low, high) if log else Normalize(low, high)
+    axes.imshow(values, cmap="RdBu_r" if log else "viridis", norm=norm, aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            part = float(norm(value))
+            dark = part < 0.15 or part > 0.85 if log else part < 0.55
+            axes.text(
+                column, row, f"{value:.2g}", ha="center", va="center", fontsize=8, color="white" if dark else "black"
+            )
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.xaxis.tick_top()
+    axes.tick_params(colors=GREY, labelsize=8, length=0)
+    axes.patch.set_alpha(0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return data_uri(figure)
 
 
 def _smooth(y: Sequence[float]) -> Array:

@@ -68,6 +68,7 @@ def train_with_ranks(
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
+    replay: Path | None = None,
 ) -> dict[str, Any]:
     """Train with `ranks` processes on this machine; returns what came of it."""
     from exitwave.workflows.train_config import read_training
@@ -81,6 +82,7 @@ def train_with_ranks(
             start_ranks(
                 session, training.spec, data, out,
                 ranks=n, cache=cache, cache_capacity=cache_capacity, mesh=mesh, fresh=fresh, feed=feed,
+                replay=replay,
             )  # fmt: skip
         return training_document(out)
 
@@ -128,14 +130,23 @@ def start_ranks(
     mesh: str = "auto",
     fresh: bool,
     feed: Callable[[Mapping[str, Any]], None],
+    online: Path | None = None,
+    replay: Path | None = None,
 ) -> None:
-    """Start the ranks, follow them to their end; raises what they failed with. `spec` is a TrainSpec."""
-    resolved = prepare_run(session, spec, data, out, fresh=fresh)
+    """Start the ranks, follow them to their end; raises what they failed with. `spec` is a TrainSpec.
+
+    `online`: settings of a training while the data set grows; `replay`: the log of arrivals of one to do again.
+    """
+    resolved = prepare_run(session, spec, data, out, fresh=fresh, online=online, replay=replay)
     arguments = ["train", str(resolved), "--data", str(data), "--out", str(out), "--quiet"]
     if cache is not None:
         arguments += ["--cache", str(cache)]
     if cache_capacity is not None:
         arguments += ["--cache-capacity", str(cache_capacity)]
+    if replay is not None:
+        arguments += ["--replay", str(replay)]
+    elif online is not None:
+        arguments += ["--online", str(online)]
     if mesh != "auto":
         arguments += ["--mesh", mesh]
     if fresh:
@@ -148,15 +159,25 @@ def start_ranks(
         _run_ranks(session, out, _command(ranks, arguments), ranks=ranks, tail=tail, feed=feed)
 
 
-def prepare_run(session: Session, spec: Any, data: Path, out: Path, *, fresh: bool) -> Path:
+def prepare_run(
+    session: Session,
+    spec: Any,
+    data: Path,
+    out: Path,
+    *,
+    fresh: bool,
+    online: Path | None = None,
+    replay: Path | None = None,
+) -> Path:
     """RUN is made this training's, before any rank starts: the path of the configuration that the ranks read.
 
     Raises UsageError when it belongs to another training or the data set has no such split.
     """
-    require_split(data, spec.train_split)
-    if (found := completeness(data)) is not None and found.sentence:
-        session.note(f"{data}: {found.sentence} The training uses what is there.")
-    refuse_other(out, spec, data, fresh=fresh)
+    if online is None:  # else it comes
+        require_split(data, spec.train_split)
+        if (found := completeness(data)) is not None and found.sentence:
+            session.note(f"{data}: {found.sentence} The training uses what is there.")
+    refuse_other(out, spec, data, fresh=fresh, online=online, replay=replay)
     clear_rank_errors(out)
     resolved = out / "train.yaml"
     text = dump_yaml(spec.canonical(), comment=resolved_comment("A training", versions()))
@@ -217,7 +238,9 @@ def _command(ranks: int, arguments: Sequence[str]) -> list[str]:
     )
 
 
-def refuse_other(out: Path, spec: Any, data: Path, *, fresh: bool) -> None:
+def refuse_other(
+    out: Path, spec: Any, data: Path, *, fresh: bool, online: Path | None = None, replay: Path | None = None
+) -> None:
     """Say at once, without starting anything, that the folder belongs to another training."""
     path = out / "train.json"
     if fresh or not path.exists():
@@ -233,6 +256,15 @@ def refuse_other(out: Path, spec: Any, data: Path, *, fresh: bool) -> None:
     difference = spec_difference(with_defaults(before.get("spec", {})), spec.canonical())
     if before.get("dataset_id") != dataset_id:
         difference.insert(0, f"data set: {before.get('dataset_id')} -> {dataset_id}")
+    if online is not None or replay is not None or before.get("online") is not None:
+        from exitwave.train.online import read_online
+
+        arriving = read_online(online, replay)
+        then, now = before.get("online"), None if arriving is None else arriving.identity()
+        if (then is None) != (now is None):
+            difference.append(f"--online: {'with' if then else 'without'} -> {'with' if now else 'without'}")
+        else:
+            difference += spec_difference(then or {}, now or {}, "online.")
     if difference:
         lines = "\n  ".join(difference)
         raise UsageError(

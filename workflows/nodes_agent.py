@@ -33,7 +33,7 @@ from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.guard import guarded
 from exitwave.workflows.launch import EventTail, locked, prepare_run, training_document, why_ranks_ended
 from exitwave.workflows.nodes_meeting import Meeting, Member
-from exitwave.workflows.nodes_place import NodePlace, interface_of
+from exitwave.workflows.nodes_place import NETWORK_VARIABLES, NodePlace, interface_of
 from exitwave.workflows.nodes_spec import STATE, ranks_a_node
 from exitwave.workflows.rank import read_rank_errors
 from exitwave.workflows.session import Session
@@ -179,7 +179,7 @@ def _ranks(command: Sequence[str], log: Any, me: Member) -> Iterator[subprocess.
     """torchrun and its ranks, in a session of their own; gone at the end, whatever comes."""
     more = {"EXITWAVE_LAUNCHED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if (interface := interface_of(me.address)) is not None:
-        more |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")}
+        more |= dict.fromkeys(NETWORK_VARIABLES, interface)
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         env=child_environment(**more),

@@ -17,8 +17,9 @@ import psutil
 
 from exitwave.ingest.errors import UsageError
 
-__all__ = ["NodePlace", "free_port", "hosts_of", "interface_of", "node_place", "own_address"]
+__all__ = ["NETWORK_VARIABLES", "NodePlace", "free_port", "hosts_of", "interface_of", "node_place", "own_address"]
 
+NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _PORTS = range(20_000, 32_000)  # below those that the kernel gives to outgoing connections
 _MAX_HOSTS = 100_000
 

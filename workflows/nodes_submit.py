@@ -32,7 +32,7 @@ from exitwave.workflows.nodes_spec import STATE, LaunchSection, ranks_a_node, tr
 from exitwave.workflows.provenance import versions
 from exitwave.workflows.session import Session
 
-__all__ = ["NodeJob", "follow_job", "job_of", "node_job", "submit_job", "train_on_nodes"]
+__all__ = ["NodeJob", "follow_job", "job_of", "node_job", "run_job", "submit_job", "train_on_nodes"]
 
 _POLL_S = 0.5
 _ASK_S = 3.0
@@ -85,9 +85,7 @@ def job_of(job: NodeJob) -> str:
 def train_on_nodes(session: Session, job: NodeJob, *, script_only: bool, detach: bool) -> dict[str, Any]:
     """The whole of it; returns what came of the training, or the script, or the job's number."""
     script = job_of(job)
-    require_split(job.data, job.spec.train_split)
     if script_only:
-        refuse_other(job.out, job.spec, job.data, fresh=job.fresh)
         _write(job, script)
         return {"script": script, "message": script.rstrip("\n")}
     job_id = submit_job(session, job, script)
@@ -97,6 +95,11 @@ def train_on_nodes(session: Session, job: NodeJob, *, script_only: bool, detach:
     with session.progress() as feed:
         follow_job(session, job, job_id, feed)
     return training_document(job.out)
+
+
+def run_job(session: Session, job: NodeJob, feed: Callable[[Mapping[str, Any]], None]) -> None:
+    """Submit it, or find it under way, and follow it to its end; raises what it ended with."""
+    follow_job(session, job, submit_job(session, job, job_of(job)), feed)
 
 
 def submit_job(session: Session, job: NodeJob, script: str) -> str:
@@ -113,7 +116,6 @@ def submit_job(session: Session, job: NodeJob, script: str) -> str:
         if _state(str(before["job"]), str(before["name"])) not in ("", "?"):
             session.note(f"{job.out}: job {before['job']} is at it already; following it.")
             return str(before["job"])
-    refuse_other(job.out, job.spec, job.data, fresh=job.fresh)
     _write(job, script)
     done = _run("sbatch", "--parsable", str(job.state / "job.sh"))
     if done.returncode != 0:
@@ -126,7 +128,9 @@ def submit_job(session: Session, job: NodeJob, script: str) -> str:
 
 
 def _write(job: NodeJob, script: str) -> None:
-    """The script, and the resolved configuration that it names."""
+    """The script, and the resolved configuration that it names; refuses what would be refused in the job."""
+    require_split(job.data, job.spec.train_split)
+    refuse_other(job.out, job.spec, job.data, fresh=job.fresh)
     make_folder(job.state)
     text = dump_yaml(job.spec.canonical(), comment=resolved_comment("A training", versions()))
     write_atomic(job.state / "train.yaml", text.encode())

@@ -18,14 +18,15 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import InterruptedRunError, UsageError
-from exitwave.ingest.events import EventLog
+from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.files import write_atomic
+from exitwave.simulate.live import LiveStatus
 from exitwave.simulate.plan import Plan
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, plan_campaign, run_planned, tell_warnings
@@ -60,7 +61,7 @@ _OURS = (
     "pipeline.yaml",
 )  # the identity goes last
 # where, with how many processes, another verb: may change between attempts
-_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "launch", "tune")
+_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "launch", "tune", "online")
 
 
 def read_pipeline(path: Path, overrides: Sequence[str] = ()) -> tuple[Document, PipelineSpec]:
@@ -84,16 +85,23 @@ def run_pipeline(
     cluster: str | None,
     workers: int | None,
     ranks: int | None,
+    nodes: int | None = None,
     fresh: bool,
     overrides: Sequence[str],
+    online: bool = False,
 ) -> dict[str, Any]:
-    """Do what is left to do; returns what came of it."""
+    """Do what is left to do; returns what came of it. `online`: train while the campaign runs."""
     document, spec = read_pipeline(path, overrides)
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: this is a file; --out names a folder.")
+    nodes = nodes or spec.launch.nodes
+    if online and nodes is not None:
+        raise UsageError("--online: it trains on this machine; leave --nodes and launch.nodes out.")
     began = time.monotonic()
     planned = plan_campaign(document, spec.campaign, ("campaign",), session=session)
     planned = dataclasses.replace(planned, section=spec.cluster)
+    if online:
+        _refuse_unfit_for_online(spec, planned)
     _refuse_foreign(out)
     with locked(out):
         resumed = _claim(out, spec, fresh=fresh)
@@ -101,12 +109,18 @@ def run_pipeline(
         log.emit("pipeline_started", name=spec.name, resumed=resumed)
         if resumed:
             session.note(f"Going on with {out}: what is done already is not done again.")
-        with session.progress() as feed:
-            line = _Line(session=session, log=log, feed=feed, out=out, spec=spec, planned=planned)
+        with LiveStatus(out / "dataset") as live, session.progress() as feed:
+            line = _Line(
+                session=session, log=log, feed=feed, live=live, out=out, spec=spec, planned=planned, online=online,
+                nodes=nodes,
+            )  # fmt: skip
             where = cluster or spec.cluster.kind, planned.workers_on(cluster or spec.cluster.kind, workers)
-            failed = line.simulate(*where) if spec.adaptive is None else line.rounds(*where, ranks or spec.ranks)
-            line.stage()
-            line.train(ranks or spec.ranks)
+            if online:
+                failed = line.side_by_side(*where, ranks or spec.ranks)
+            else:
+                failed = line.simulate(*where) if spec.adaptive is None else line.rounds(*where, ranks or spec.ranks)
+                line.stage()
+                line.train(ranks or spec.ranks)
             line.judge()
             metrics = line.evaluate()
         report = line.report()
@@ -122,9 +136,12 @@ class _Line:
     session: Session
     log: EventLog
     feed: Callable[[Mapping[str, Any]], None]
+    live: LiveStatus
     out: Path
     spec: PipelineSpec
     planned: Planned
+    online: bool = False
+    nodes: int | None = None  # where trainings are jobs of Slurm
 
     @property
     def dataset(self) -> Path:
@@ -138,11 +155,17 @@ class _Line:
     def capacity(self) -> int | None:
         return None if self.spec.stage.capacity is None else parse_bytes(self.spec.stage.capacity)
 
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """An event that is none of the campaign: to the terminal, and to the page beside the campaign."""
+        self.feed(event)
+        self.live.feed(event)
+
     def simulate(self, cluster: str, workers: int | None) -> int:
         """Returns how many shards failed for good."""
         total = len(self.planned.plan.tasks)
         missing = total - _committed(self.dataset, {task.shard_id for task in self.planned.plan.tasks})
         if missing == 0:
+            self.live.remember()
             self._skip("simulate", f"all {self.planned.plan.n_samples} samples are committed")
             return 0
         if missing < total:
@@ -150,9 +173,37 @@ class _Line:
         tell_warnings(self.session, self.planned)
         with self._part("simulate"):
             result = run_planned(
-                self.session, self.planned, self.dataset, cluster=cluster, workers=workers, feed=self.feed
-            )
+                self.session, self.planned, self.dataset,
+                cluster=cluster, workers=workers, feed=self.feed, live=self.live,
+            )  # fmt: skip
         return int(result.failed)
+
+    def side_by_side(self, cluster: str, workers: int | None, ranks: int) -> int:
+        """Simulation and training at once; returns how many shards failed for good."""
+        from exitwave.workflows.online import OnlineRun
+        from exitwave.workflows.online_spec import OnlineSection
+
+        tasks = {task.shard_id for task in self.planned.plan.tasks}
+        simulated = _committed(self.dataset, tasks) == len(tasks)
+        if simulated:
+            self.live.remember()
+            self._skip("simulate", f"all {self.planned.plan.n_samples} samples are committed")
+        trained = _trained(self.run, self.spec.train)
+        if trained:
+            self._skip("train", "the model is trained")
+        self._skip("stage", "online, shards are read where they are written")
+        both = OnlineRun(
+            session=self.session,
+            planned=self.planned,
+            spec=self.spec.train,
+            section=self.spec.online or OnlineSection(),
+            dataset=self.dataset,
+            folder=self.run,
+            feed=self.feed,
+            live=self.live,
+            part=self._part,
+        )
+        return both.run(cluster=cluster, workers=workers, ranks=ranks, simulated=simulated, trained=trained)
 
     def rounds(self, cluster: str, workers: int | None, ranks: int) -> int:
         """An adaptive campaign, round by round; returns how many shards failed for good."""
@@ -165,7 +216,7 @@ class _Line:
         def train(spec: TrainSpec, run: Path) -> None:
             self.stage()
             if not _trained(run, spec):
-                with self._part("judge"), locked(run):
+                with self._part("judge"), self._alone(run):
                     self._ranks(spec, run, ranks)
 
         assert self.spec.adaptive is not None
@@ -182,34 +233,60 @@ class _Line:
         if self.spec.adaptive is not None:
             from exitwave.workflows.adaptive import FOLDER, judge_final
 
-            judge_final(self.dataset, self.out / FOLDER, self.run, self.spec.adaptive, self.spec.train)
+            assert isinstance(self.planned.plan, Plan)
+            judge_final(
+                self.planned.plan, self.dataset, self.out / FOLDER, self.run, self.spec.adaptive, self.spec.train
+            )
+
+    @property
+    def cache(self) -> Path | None:
+        return self.out / "cache" if self.nodes is None else None
 
     def stage(self) -> None:
+        if self.nodes is not None:
+            self._skip("stage", "each node of the training's job stages to its own disk")
+            return
         choices = StageChoices(mode=self.spec.stage.mode, capacity_bytes=self.capacity)
         with self._part("stage"):
-            report = stage_dataset(self.session, self.dataset, self.out / "cache", choices, feed=self.feed)
+            report = stage_dataset(self.session, self.dataset, self.out / "cache", choices, feed=self.tell)
             if report["bytes_copied"] == 0:
                 self.session.note(f"stage: all {human_bytes(report['bytes_reused'])} are in the cache already")
             self.log.emit("staged", **{k: report[k] for k in ("bytes_copied", "bytes_reused", "seconds")})
 
     def train(self, ranks: int) -> None:
         if _trained(self.run, self.spec.train):
+            for event in read_events(self.run / "events.jsonl"):
+                self.live.feed(event)
             self._skip("train", "the model is trained")
             return
-        with self._part("train"), locked(self.run):
+        with self._part("train"), self._alone(self.run):
             self._ranks(self.spec.train, self.run, ranks)
 
+    def _alone(self, run: Path) -> AbstractContextManager[None]:
+        """No other command trains into `run`; of a job, its first node sees to that."""
+        return locked(run) if self.nodes is None else nullcontext()
+
     def _ranks(self, spec: TrainSpec, run: Path, ranks: int) -> None:
+        capacity = self.capacity if self.spec.stage.mode == "stream" else None
+        if self.nodes is not None:
+            from exitwave.workflows.nodes_submit import node_job, run_job
+
+            job = node_job(
+                f"{self.spec.name}-{run.name}", self.spec.launch, spec=spec, data=self.dataset, out=run,
+                nodes=self.nodes, ranks=max(ranks, self.nodes), cache=self.spec.launch.cache, cache_capacity=capacity,
+            )  # fmt: skip
+            run_job(self.session, job, self.tell)
+            return
         start_ranks(
             self.session,
             spec,
             self.dataset,
             run,
             ranks=ranks,
-            cache=self.out / "cache",
-            cache_capacity=self.capacity if self.spec.stage.mode == "stream" else None,
+            cache=self.cache,
+            cache_capacity=capacity,
             fresh=False,
-            feed=self.feed,
+            feed=self.tell,
         )
 
     def evaluate(self) -> dict[str, Any]:
@@ -222,7 +299,8 @@ class _Line:
                 self._skip("evaluate", f"the metrics of split {split} are there")
             else:
                 with self._part("evaluate"):
-                    metrics = evaluate_run(self.session, self.run, self.dataset, split=split, cache=self.out / "cache")
+                    cache = None if self.online else self.cache
+                    metrics = evaluate_run(self.session, self.run, self.dataset, split=split, cache=cache)
         return metrics
 
     def report(self) -> Path:
@@ -251,6 +329,17 @@ class _Line:
             raise
         finally:
             self.log.emit(ended, part=part, seconds=round(time.monotonic() - began, 3))
+
+
+def _refuse_unfit_for_online(spec: PipelineSpec, planned: Planned) -> None:
+    """UsageError, before anything is made, for a pipeline whose training cannot begin early."""
+    from exitwave.train.online import refuse_unfit
+    from exitwave.workflows.online_spec import OnlineSection, settings_of
+
+    if spec.adaptive is not None:
+        raise UsageError("--online: the rounds of an adaptive campaign are trained between, not beside; leave one out")
+    refuse_unfit(spec.train)
+    settings_of(spec.online or OnlineSection(), planned.plan, spec.train)
 
 
 def _committed(dataset: Path, wanted: set[str]) -> int:

@@ -21,6 +21,7 @@ from exitwave.train.spec import TrainSpec
 from exitwave.workflows.adaptive_spec import AdaptiveSection, conflict
 from exitwave.workflows.config import Document, apply_overrides, parse_bytes, validate
 from exitwave.workflows.nodes_spec import LaunchSection
+from exitwave.workflows.online_spec import OnlineSection
 from exitwave.workflows.tune_space import space_faults
 from exitwave.workflows.tune_spec import TuneSpec
 
@@ -91,6 +92,7 @@ class PipelineSections(StrictModel):
     launch: LaunchSection = LaunchSection()
     evaluate: EvaluateSection = EvaluateSection()
     adaptive: AdaptiveSection | None = None
+    online: OnlineSection | None = None
     tune: TuneSpec | None = None
 
     @model_validator(mode="after")

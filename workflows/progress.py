@@ -120,6 +120,16 @@ class ProgressState:
         bar.detail = f"{self._failed} attempt{'s' * (self._failed > 1)} failed"
         return bar
 
+    def _on_campaign_held(self, event: Event, now: float) -> Bar:
+        bar = self._bar("simulate", "simulate", "samples")
+        bar.detail = "waits for the trainer"
+        return bar
+
+    def _on_campaign_released(self, event: Event, now: float) -> Bar:
+        bar = self._bar("simulate", "simulate", "samples")
+        bar.detail = ""
+        return bar
+
     def _on_campaign_finished(self, event: Event, now: float) -> Bar:
         bar = self._bar("simulate", "simulate", "samples")
         bar.finished = True
@@ -130,6 +140,11 @@ class ProgressState:
         bar.total = float(event.get("total") or 0) or bar.total
         bar.advance_to(float(event.get("bytes") or 0), now)
         bar.finished = bar.total is not None and bar.done >= bar.total
+        return bar
+
+    def _on_train_waiting(self, event: Event, now: float) -> Bar:
+        bar = self._bar("train", "train", "steps")
+        bar.detail = f"waits for the first {event.get('samples', '?')} samples"
         return bar
 
     def _on_train_started(self, event: Event, now: float) -> Bar:

@@ -19,7 +19,7 @@ from typing import Any
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import write_atomic
 from exitwave.ingest.processes import die_with_parent
-from exitwave.workflows.config import RankEnvironment
+from exitwave.workflows.config import RankEnvironment, prefer_own_interface
 from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.session import Session
 
@@ -40,12 +40,18 @@ def run_rank(
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
+    online: Path | None = None,
+    replay: Path | None = None,
 ) -> None:
     """Train as the rank at `place`; leaves an error behind as a file and raises it."""
     die_with_parent()
+    if place.launcher == "srun":
+        prefer_own_interface()
     try:
+        if place.job:
+            out.mkdir(parents=True, exist_ok=True)  # where the ranks meet by a file; torch would wait for it in silence
         _train(session, place, config, data, out, cache=cache, cache_capacity=cache_capacity, mesh=mesh,
-               fresh=fresh, overrides=overrides)  # fmt: skip
+               fresh=fresh, overrides=overrides, online=online, replay=replay)  # fmt: skip
     except BaseException as error:
         with suppress(OSError):
             _write_error(out, place.rank, error)
@@ -64,17 +70,22 @@ def _train(
     mesh: str,
     fresh: bool,
     overrides: Sequence[str],
+    online: Path | None = None,
+    replay: Path | None = None,
 ) -> None:
     from exitwave.workflows.train_config import read_training
 
     shape = check_mesh(mesh, place.world_size)
     training = read_training(config, overrides)
     data = find_dataset(data)
-    require_split(data, training.spec.train_split)
+    if online is None:
+        require_split(data, training.spec.train_split)
     from exitwave.train.mesh import RankInfo
+    from exitwave.train.online import read_online
     from exitwave.train.spatial_mesh import mesh_of
     from exitwave.train.trainer import train
 
+    arriving = read_online(online, replay)
     info = RankInfo(
         rank=place.rank,
         world_size=place.world_size,
@@ -86,14 +97,14 @@ def _train(
     if place.ours or place.rank > 0:
         train(
             training.spec, data=data, out=out, rank_info=info, parallel=parallel, cache=cache,
-            cache_capacity=cache_capacity, fresh=fresh,
+            cache_capacity=cache_capacity, fresh=fresh, online=arriving,
             stop=session.stop.is_set,
         )  # fmt: skip
         return
     with session.progress() as feed:
         result = train(
             training.spec, data=data, out=out, rank_info=info, parallel=parallel, cache=cache,
-            cache_capacity=cache_capacity, fresh=fresh,
+            cache_capacity=cache_capacity, fresh=fresh, online=arriving,
             emit=feed,
             stop=session.stop.is_set,
         )  # fmt: skip

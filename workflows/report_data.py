@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Example", "Picture", "ReportData", "StudyView", "headline", "number", "verdict"]
+__all__ = ["AdaptiveFacts", "Example", "Picture", "ReportData", "StudyView", "headline", "number", "verdict"]
 
 Array = npt.NDArray[Any]
 
@@ -37,6 +37,17 @@ class Example:
     images: Mapping[str, Array]
     facts: Sequence[tuple[str, str]] = ()
     rmse_VA: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveFacts:
+    """What the rounds of an adaptive campaign did. `columns`: of `regions`, whose rows are (region, cells)."""
+
+    sentence: str
+    rounds: Sequence[tuple[str, ...]]  # number, samples, core-seconds, mean error of the judge, favoured most
+    columns: Sequence[str]
+    regions: Sequence[tuple[str, Sequence[str]]]
+    pictures: Sequence[tuple[str, str, str]]  # caption, data URI, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +99,7 @@ class ReportData:
     stages: Sequence[tuple[str, float]] = ()  # name, seconds
     provenance: Sequence[tuple[str, str]] = ()
     configuration: str = ""
+    adaptive: AdaptiveFacts | None = None
     study: StudyView | None = None
 
 

@@ -14,6 +14,7 @@ from exitwave.ingest.dataset import Dataset, open_dataset
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import MANIFEST_NAME
+from exitwave.workflows.adaptive_facts import adaptive_facts
 from exitwave.workflows.inspecting import structure_rows
 from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.report_data import Example, ReportData, headline, number, verdict
@@ -133,6 +134,7 @@ def _whole(
         stages=seconds,
         provenance=provenance(folder, data, simulated, train_events, configuration),
         configuration=configuration,
+        adaptive=adaptive_facts(dataset, folder / "rounds") if dataset is not None else None,
     )
 
 
@@ -163,6 +165,7 @@ def _dataset(folder: Path) -> ReportData:
         rates=simulation_rates(events),
         provenance=provenance(folder, data, events, (), configuration),
         configuration=configuration,
+        adaptive=adaptive_facts(folder, None),
     )
 
 

@@ -158,7 +158,7 @@ def _row(tune: TuneSpec, trial: Trial) -> list[str]:
     value = number(trial.value, 4) if trial.state == "finished" else ""
     if trial.state in ("pruned", "running") and trial.reports:
         value = f"({number(trial.reports[max(trial.reports)], 4)})"
-    why = f"{trial.failure}: {trial.why}" if trial.state == "failed" else trial.why
+    why = f"{trial.failure}: {trial.why}" if trial.state == "failed" else ""
     if trial.ranks > 1:
         why = f"{trial.ranks} ranks. {why}".strip()
     shown = [_shown(trial.values[key]) for key in tune.space]

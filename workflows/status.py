@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -16,9 +15,9 @@ from exitwave.workflows.session import Session
 from exitwave.workflows.tables import status_table
 from exitwave.workflows.training_seen import FollowedTraining, TrainingSeen
 
-__all__ = ["dataset_of", "failures_of", "show_status", "status_document", "watch_status"]
+__all__ = ["dataset_of", "failures_of", "show_status", "status_document"]
 
-_EVERY_S = 1.0
+_STAGED = {"finished": "done", "skipped": "not needed"}  # online, shards are read where they are written
 
 
 def dataset_of(folder: Path) -> tuple[Path, Path | None]:
@@ -56,7 +55,7 @@ def status_document(folder: Path, *, training: TrainingSeen | None = None) -> di
 
     `training`: what a caller who comes again and again has seen of it already; else its log is read.
     """
-    from exitwave.simulate.state import campaign_status
+    from exitwave.simulate.state import STEERING_NAME, campaign_status
 
     dataset, run = dataset_of(folder)
     if not (dataset / MANIFEST_NAME).exists():
@@ -76,8 +75,14 @@ def status_document(folder: Path, *, training: TrainingSeen | None = None) -> di
         return _made_of_others(dataset)
     document: dict[str, Any] = campaign_status(dataset)
     document["state"] = _state(document)
+    whole = document["samples"]["committed"] == document["samples"]["planned"]
+    if (dataset / STEERING_NAME).exists():
+        from exitwave.workflows import adaptive_facts  # with the planner, which takes a second to import
+
+        if (steered := adaptive_facts.adaptive_status(dataset)) is not None:
+            document["adaptive"] = steered
+            whole = whole and steered["decided"] >= steered["rounds"]
     if run is not None:
-        whole = document["samples"]["committed"] == document["samples"]["planned"]
         document["stages"] = _stages(run, training, whole=whole)
     return document
 
@@ -119,7 +124,7 @@ def _stages(run: Path, training: TrainingSeen | None, *, whole: bool) -> dict[st
     stages = {"simulate": "done" if whole else "not finished"}
     parts = [e for e in read_events(run / "events.jsonl") if e["kind"].startswith("part_")]
     last = {e["part"]: e["kind"].removeprefix("part_") for e in parts}
-    stages["stage"] = "done" if last.get("stage") == "finished" else "not finished"
+    stages["stage"] = _STAGED.get(last.get("stage", ""), "not finished")
     done = (train / "model.pt").exists()
     stages["train"] = "done" if done else (training or FollowedTraining(train).look()).words()
     stages["evaluate"] = "done" if (train / "metrics.json").exists() else "not yet"
@@ -131,45 +136,3 @@ def show_status(session: Session, folder: Path) -> None:
     """Once."""
     document = status_document(folder)
     session.result(document, lambda: status_table(document))
-
-
-def watch_status(session: Session, folder: Path) -> None:
-    """Redraw until everything is committed and nobody is at work, or Ctrl-C."""
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(highlight=False)
-    training = FollowedTraining(folder / "train")
-    document = status_document(folder, training=training.look())
-    if not console.is_terminal:
-        _watch_lines(session, folder)
-        return
-    with Live(status_table(document), console=console, auto_refresh=False) as live:
-        while not _ended(document):
-            if session.stop.wait(_EVERY_S):
-                return
-            document = status_document(folder, training=training.look())
-            live.update(status_table(document), refresh=True)
-
-
-def _watch_lines(session: Session, folder: Path) -> None:
-    """In a pipe: one JSON-free line when something changed."""
-    before = ""
-    training = FollowedTraining(folder / "train")
-    while True:
-        document = status_document(folder, training=training.look())
-        samples = document["samples"]
-        line = f"{samples['committed']} of {samples['planned']} samples, {document['state'].split(':')[0]}"
-        key = json.dumps([samples, _ended(document)])
-        if key != before:
-            print(line, flush=True)
-            before = key
-        if _ended(document) or session.stop.wait(_EVERY_S):
-            return
-
-
-def _ended(document: dict[str, Any]) -> bool:
-    if document.get("running"):
-        return False
-    stages = document.get("stages")
-    return stages is None or stages["report"] != "not yet" or not document["samples"]["planned"]

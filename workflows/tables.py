@@ -125,6 +125,14 @@ def status_table(document: Row) -> Group:
         rows.append(("cluster", str(document["cluster"])))
     if document.get("dashboard"):
         rows.append(("dashboard", str(document["dashboard"])))
+    if (steered := document.get("adaptive")) is not None:
+        rows.append(("rounds", f"{steered['decided']} of {steered['rounds']} decided"))
+        for made in steered["by_round"]:
+            error = f"mean error before it {made['error']:.3g}, " if made["error"] is not None else ""
+            most = max(made["regions"], key=lambda r: r["share"] / r["natural"] if r["natural"] else 0.0)
+            times = f"{most['share'] / most['natural']:.2g} times its natural share"
+            told = f"{made['samples']} samples, {error}{most['axis']} {most['region']}: {times}"
+            rows.append((f"round {made['round']}", told))
     parts: list[Any] = []
     for name, value in (document.get("stages") or {}).items():
         parts.append(_pairs([(f"{name:<9}", value)]))

@@ -76,9 +76,10 @@ class Folding:
 
     def add(self, event: Mapping[str, Any]) -> None:
         kind, t = str(event["kind"]), float(event.get("t", 0.0))
+        if kind.startswith("study_") and self._began is not None:
+            self._before += (self._last if kind == "study_started" else t) - self._began
+            self._began = None
         if kind == "study_started":
-            if self._began is not None:
-                self._before += self._last - self._began
             self._began = t
             planned, dataset_id = int(event.get("trials", 0)), str(event.get("dataset_id", ""))
             self._head = dataclasses.replace(self._head, planned=planned, dataset_id=dataset_id)

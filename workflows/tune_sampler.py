@@ -80,7 +80,7 @@ def importance(tune: TuneSpec, trials: Sequence[Trial]) -> dict[str, float]:
     et al., IJCAI 2023); empty where too few trials are finished, or Optuna is missing.
     """
     done = [t for t in trials if t.state == "finished"]
-    if len(done) < 8 or len({t.value for t in done}) < 2:
+    if len(done) < 6 or len({t.value for t in done}) < 2:
         return {}
     try:
         optuna = require_optuna()

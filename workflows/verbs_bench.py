@@ -24,9 +24,11 @@ from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
     "simulate: the multislice loop on one core beside its floor (two transforms for each slice and probe) and abTEM. "
     "ingest: shuffled batches beside raw reads, litdata, webdataset and mosaicml-streaming, each after showing that an "
     "epoch of it holds every sample once; staging beside cp. A loader that is not installed is skipped, and said so. "
-    "spatial: samples split over ranks beside one process: values, gradients, memory, bytes read, the published table, "
-    "and the performance model beside measured steps.",
+    "spatial: samples split over ranks beside one process: values, gradients, memory, bytes read, the published "
+    "table, and the performance model beside measured steps. pipeline: the whole line, timed by its "
+    "parts, beside a bare simulation and a plain training loop; about 4 minutes.",
     example="exitwave bench simulate\n"
+    "exitwave bench pipeline --json\n"
     "exitwave bench ingest --mds-python mds/bin/python\n"
     "exitwave bench allreduce\n"
     "exitwave bench allreduce --link loopback --model fc-densenet-tiny --seconds 60 --json",
@@ -34,7 +36,7 @@ from exitwave.workflows.commands import HELP, Debug, Json, Quiet, verb
     codes="0 measured, whether or not the targets hold; 1 a rank failed; 2 no such benchmark; 75 stopped.",
 )
 def bench(
-    what: Annotated[str, typer.Argument(metavar="allreduce|ingest|simulate|spatial", help="What to measure.")],
+    what: Annotated[str, typer.Argument(metavar="allreduce|ingest|pipeline|simulate|spatial", help="What to measure.")],
     link: Annotated[
         list[str] | None,
         typer.Option("--link", metavar="NAME", help="loopback, 1gbit, 400mbit, 250mbit (all by default), 100mbit."),
@@ -84,6 +86,15 @@ def bench(
             measured = bench_simulate(full=full, note=session.note)
             session.result(measured, lambda: bench_table(measured))
         return
+    if what == "pipeline":
+        from exitwave.workflows.bench_pipeline import bench_pipeline
+        from exitwave.workflows.session import open_session
+        from exitwave.workflows.tables import bench_table
+
+        with open_session(json=json, quiet=quiet) as session:
+            measured = bench_pipeline(full=full, note=session.note)
+            session.result(measured, lambda: bench_table(measured))
+        return
     if what == "ingest":
         from contextlib import redirect_stdout
 
@@ -103,7 +114,7 @@ def bench(
         print(codec.dumps(spatial, indent=1) if json else spatial_table(spatial))
         return
     if what != "allreduce":
-        raise UsageError(f"bench: {what!r} does not exist: choose allreduce, ingest, simulate or spatial")
+        raise UsageError(f"bench: {what!r} does not exist: choose allreduce, ingest, pipeline, simulate or spatial")
     from exitwave.train.allreduce.bench import run_bench, table
 
     document = run_bench(links=link, models=model, seconds=seconds, full=full, say=say)

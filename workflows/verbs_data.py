@@ -193,10 +193,15 @@ def status(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    from exitwave.workflows.status import show_status, watch_status
+    from exitwave.workflows.status import show_status
 
     with open_session(json=json, quiet=True, patient=True) as session:
-        (watch_status if watch and not json else show_status)(session, dataset)
+        if watch and not json:
+            from exitwave.workflows.watching import watch_status
+
+            watch_status(session, dataset)
+        else:
+            show_status(session, dataset)
 
 
 States = Annotated[

@@ -72,6 +72,11 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again: earlier checkpoints of RUN are removed.")
     ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", metavar="RUN", help="Do a training of `exitwave run --online` again, step for step."),
+    ] = None,
+    online: Annotated[Path | None, typer.Option("--online", hidden=True)] = None,
     overrides: Overrides = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -84,6 +89,12 @@ def train(
     if limit is not None and cache is None:
         raise UsageError("--cache-capacity: it says how large the cache may be; name its folder with --cache.")
     asked = NodesAsked(nodes=nodes, script=script, detach=detach)
+    if replay is not None:
+        from exitwave.workflows.online import find_replay
+
+        if nodes is not None:
+            raise UsageError("--replay: it is done again on this machine; leave --nodes out.")
+        replay = find_replay(replay)
     if train_by_nodes(
         asked, config, data, out, ranks=ranks, cache=cache, cache_capacity=limit, mesh=mesh, fresh=fresh,
         overrides=overrides or (), json=json, quiet=quiet,
@@ -97,6 +108,7 @@ def train(
             run_rank(
                 session, place, config, data, out,
                 cache=cache, cache_capacity=limit, mesh=mesh, fresh=fresh, overrides=overrides or (),
+                online=online, replay=replay,
             )  # fmt: skip
         return
     from exitwave.workflows.launch import train_with_ranks
@@ -113,6 +125,7 @@ def train(
             mesh=mesh,
             fresh=fresh,
             overrides=overrides or (),
+            replay=replay,
         )
         session.result(document, lambda: document["message"])
 
@@ -163,8 +176,11 @@ def evaluate(
     panel=LINE,
     purpose="Do the whole line: simulate, stage, train, evaluate, report.",
     more="The same configuration on the same RUN always goes on where it was; another is refused with the difference; "
-    "--fresh starts again. `exitwave status RUN` watches it from another terminal.",
-    example="exitwave init quickstart.yaml\nexitwave run quickstart.yaml --out runs/first",
+    "--fresh starts again. `exitwave status RUN` watches it from another terminal. With --online the training begins "
+    "when a tenth of its samples is there, and goes on while the others come; `exitwave train --replay RUN` does it "
+    "again afterwards.",
+    example="exitwave init quickstart.yaml\nexitwave run quickstart.yaml --out runs/first\n"
+    "exitwave run quickstart.yaml --out runs/second --online",
     then="Open RUN/report.html in a browser. Change the file and run it into another RUN to compare.",
     codes="0 done; 1 internal error; 2 configuration; 3 finished, but some shards failed; 75 interrupted or "
     "disk full, the "
@@ -176,6 +192,8 @@ def run(
     cluster: ClusterOption = None,
     workers: Workers = None,
     ranks: Ranks = None,
+    nodes: Nodes = None,
+    online: Annotated[bool, typer.Option("--online", help="Train while the campaign runs.")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again: what an earlier run left in RUN is deleted.")
     ] = False,
@@ -194,8 +212,10 @@ def run(
             cluster=cluster,
             workers=workers,
             ranks=ranks,
+            nodes=nodes,
             fresh=fresh,
             overrides=overrides or (),
+            online=online,
         )
         session.result(document, lambda: document["message"])
         raise typer.Exit(int(document["exit_code"]))

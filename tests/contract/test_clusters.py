@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,12 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         made = make_cluster(request.param, workers=1 if request.param == "inline" else 2)
     made.start("weak-phase")
     yield made
+    made.close(page=True)  # the workers are gone, the page is there
+    made.publish({"dataset": "x", "samples": {}, "shards": {}})
+    if request.param == "local":
+        assert [p.pid for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())] == []
+        with urllib.request.urlopen(f"{str(made.dashboard_link).removesuffix('/status')}/exitwave/status") as answer:
+            assert json.load(answer)["dataset"] == "x"
     made.close()
     others.close()
 

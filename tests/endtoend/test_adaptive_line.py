@@ -59,7 +59,8 @@ def test_files_say_what_was_simulated_and_why(whole: tuple[Path, Path]) -> None:
         assert cost == pytest.approx(made.budget_s, rel=0.15)
         committed = set(uids_of(run / "dataset"))
         assert all(uid in committed for pick in made.picks for uid in pick.uids)
-    assert len(json.loads((run / "rounds/final.json").read_text())) == 6
+    final = json.loads((run / "rounds/final.json").read_text())
+    assert len(final["errors"]) == sum(row["n"] for row in final["cells"]) == 6
     held = {uid for pick in rounds[0].picks for uid in pick.uids}
     assert held == {row["uid"] for row in errors}
 

@@ -74,10 +74,23 @@ def test_status_says_what_is_done(made: tuple[Path, Path]) -> None:
     assert status["samples"] == {"planned": 24, "committed": 24, "failed": 0, "rejected": 0}
     assert status["shards"] == {"pending": 0, "running": 0, "committed": 8, "failed": 0, "rejected": 0}
     assert status["state"] == "complete" and status["stages"]["train"] == "done"
+    assert (status["trainer"]["step"], status["trainer"]["state"]) == (12, "ended")  # as the page showed it
     assert {"rate_samples_per_s", "eta_s", "attempts", "cluster", "dashboard"} <= set(status)
     watched = exitwave("status", run, "--watch", timeout=60)
     assert watched.returncode == 0 and "24 of 24 samples, complete" in watched.stdout
     assert document("failures", run / "dataset") == []
+
+
+def test_status_imports_little(made: tuple[Path, Path]) -> None:
+    """It is asked for often, on machines that have better to do: nothing that simulates, trains, plans or draws."""
+    _, run = made
+    heavy = ["torch", "dask", "distributed", "abtem", "scipy", "matplotlib", "h5py", "bokeh", "exitwave.simulate.plan"]
+    script = (
+        "import sys; from exitwave.workflows.cli import run; code = run(['status', sys.argv[1], '--json']);"
+        f"print([m for m in {heavy} if m in sys.modules], code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, run], capture_output=True, text=True, env=environment())
+    assert done.stderr.strip() == "[] 0"
 
 
 def test_plan_says_what_it_would_cost(made: tuple[Path, Path]) -> None:

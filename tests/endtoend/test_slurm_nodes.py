@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import line
 import pytest
 from namespaces import cluster
 from slurm_stand_in import SlurmStandIn
@@ -212,6 +214,63 @@ def test_a_node_that_dies_ends_the_other_which_names_it(
     assert losses(job.run) == alone
     (row,) = slurm.jobs().values()
     assert row["runs"] == 2
+
+
+@pytest.mark.long
+def test_plain_srun_makes_each_task_a_rank(slurm: SlurmStandIn, tmp_path: Path, data: Path, alone: list[float]) -> None:
+    """A script of one's own, without --nodes: the ranks meet by a file, and talk by the nodes' own interfaces."""
+    run = tmp_path / "run"
+    words = shlex.join(command(write(tmp_path), data, run))
+    script = f"""#!/usr/bin/env bash
+#SBATCH --output={tmp_path}/%j.out
+#SBATCH --nodes=2
+srun --ntasks-per-node=1 {words}
+"""
+    done = subprocess.run(
+        [slurm.bin / "sbatch", "--parsable"], input=script, env=environment(slurm, tmp_path), check=True, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    number = done.stdout.strip()
+    until = time.monotonic() + 120
+    while slurm.jobs("PENDING", "RUNNING", "COMPLETING") and time.monotonic() < until:
+        time.sleep(0.1)
+    assert slurm.jobs()[number]["state"] == "COMPLETED", (tmp_path / f"{number}.out").read_text()
+    assert losses(run) == alone
+
+
+@pytest.mark.long
+def test_the_whole_line_in_jobs_and_a_killed_command_finds_its_job_again(tmp_path: Path) -> None:
+    """The campaign on workers in jobs, the training in a job of two nodes, the rest where the command runs."""
+    with cluster(2, host=True) as made:
+        slurm = SlurmStandIn(tmp_path / "slurm", nodes={f"node{k}": made.prefix(k) for k in range(2)})
+        try:
+            pipeline = line.write_pipeline(
+                tmp_path,
+                ("{kind: local, workers: 2}", '{kind: slurm, workers: 2, slurm: {walltime: "00:10:00"}}'),
+                ("ranks: 2", "ranks: 2\nlaunch: {nodes: 2, slurm: {memory_per_worker: 2GB}}"),
+                ("steps: 12", "steps: 60"),
+            )  # fmt: skip
+            run = tmp_path / "run"
+            words = [sys.executable, "-m", "exitwave.workflows", "run", str(pipeline), "--out", str(run)]
+            env = environment(slurm, tmp_path)
+            first = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            until = time.monotonic() + 150
+            while not any((run / "train" / "checkpoints").glob("step-*")) and time.monotonic() < until:
+                assert first.poll() is None, first.stdout and first.stdout.read()
+                time.sleep(0.1)
+            first.kill()
+            first.wait()
+            second = subprocess.run(words, env=env, capture_output=True, text=True, timeout=170)
+            assert second.returncode == 0, second.stderr
+            assert "is at it already; following it" in second.stderr
+            assert (run / "report.html").exists() and (run / "train" / "metrics-test.json").exists()
+            jobs = slurm.jobs()
+            assert sorted(row["nodes"] for row in jobs.values()) == [1, 1, 2]  # two of workers, one of the training
+            assert jobs[max(jobs, key=int)]["runs"] == 1
+            assert [e["step"] for e in read_curve(run / "train")] == list(range(1, 61))
+            assert not (run / "cache").exists()
+        finally:
+            slurm.close()
 
 
 def events(run: Path) -> list[dict[str, Any]]:

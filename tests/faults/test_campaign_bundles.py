@@ -10,7 +10,7 @@ import pytest
 from sim_samples import plan
 
 from exitwave.ingest.dataset import open_dataset
-from exitwave.ingest.errors import InterruptedRunError
+from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.ingest.files import shard_path
 from exitwave.ingest.manifest import load_manifest
 from exitwave.ingest.verify import verify_dataset
@@ -105,3 +105,22 @@ def test_what_fell_apart_stays_apart_over_an_interruption(bad: tuple[Any, Path])
         run_campaign(made, dataset, InlineCluster(), stop=stop, listeners=[once_split])
     assert run_campaign(made, dataset, InlineCluster()).failed == 1
     check(made, dataset)
+
+
+def test_what_fell_apart_can_be_extended(bad: tuple[Any, Path]) -> None:
+    """What is committed keeps its place, be it part of a shard of three or a whole one; the rest is made."""
+    made, dataset = bad
+    assert run_campaign(made, dataset, InlineCluster()).failed == 1
+    before = {shard.shard_id for shard in load_manifest(dataset).shards}
+    more = plan(**SPEC | {"structures": [{"library": ["Si", "Al", "Cu", "Au"]}]}, structures_per_shard=3)
+    assert run_campaign(more, dataset, InlineCluster()).committed == 4
+    assert before < {shard.shard_id for shard in load_manifest(dataset).shards}
+    assert sorted(open_dataset(dataset).uids.tolist()) == sorted(sample.uid for sample in more.samples())
+    assert run_campaign(more, dataset, InlineCluster()).seconds < 1.0  # nothing is left
+
+
+def test_a_shard_that_would_be_filled_up_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    two = SPEC | {"structures": [{"library": ["Si", "Al"]}]}
+    run_campaign(plan(**two, structures_per_shard=3), tmp_path / "d", InlineCluster())
+    with pytest.raises(UsageError, match=r"a shard that was not full would be filled up.*exitwave merge"):
+        run_campaign(plan(**SPEC, structures_per_shard=3), tmp_path / "d", InlineCluster())

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sim_samples import recipe, sample, single_atom
 
-from exitwave.simulate.abtem_backend import AbtemSimulator, Slices
+from exitwave.simulate.abtem_backend import AbtemSimulator
 from exitwave.simulate.bloch import BlochSimulator
 from exitwave.simulate.multislice import FastSimulator
 from exitwave.simulate.passes import pass_key, passes, propagations
 from exitwave.simulate.propagation import kept_rows, scales
 from exitwave.simulate.route import repeats, route, settings_per_pass
 from exitwave.simulate.simulator import get_simulator, simulate_sample
+from exitwave.simulate.slices import Slices
 from exitwave.simulate.smatrix import SMatrixSimulator, beams_of
 from exitwave.simulate.tasks import SampleSpec, StructureSpec, draw_sample
 

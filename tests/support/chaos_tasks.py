@@ -31,6 +31,8 @@ class ChaosTask:
 
     def simulate(self) -> Iterator[Any]:
         time.sleep(self.pause_s)
+        if self.deed == "raise":
+            raise ValueError("it always does")
         if self.deed == "crash":
             if self.inner.index % 2:
                 os.kill(os.getppid(), signal.SIGKILL)  # the worker itself, and this process with it

@@ -12,10 +12,14 @@ import pytest
 
 
 class Cluster:
-    """`n` namespaces; node k has the address `address(k)`, and its processes start with `prefix(k)`."""
+    """`n` namespaces; node k has the address `address(k)`, and its processes start with `prefix(k)`.
 
-    def __init__(self, n: int) -> None:
+    `host`: they also reach this machine itself, at any of its addresses, and it reaches them.
+    """
+
+    def __init__(self, n: int, *, host: bool = False) -> None:
         self.n = n
+        self.host = host
         self.name = f"xw{uuid.uuid4().hex[:5]}"
         self.net = f"10.{201 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
 
@@ -28,6 +32,8 @@ class Cluster:
     def make(self) -> None:
         ip("link", "add", f"{self.name}b", "type", "bridge")
         ip("link", "set", f"{self.name}b", "up")
+        if self.host:
+            ip("addr", "add", f"{self.net}.254/24", "dev", f"{self.name}b")
         for node in range(self.n):
             space, inside, outside = f"{self.name}n{node}", f"{self.name}i{node}", f"{self.name}o{node}"
             ip("netns", "add", space)
@@ -38,6 +44,8 @@ class Cluster:
             ip("-n", space, "addr", "add", f"{self.address(node)}/24", "dev", inside)
             ip("-n", space, "link", "set", inside, "up")
             ip("-n", space, "link", "set", "lo", "up")
+            if self.host:
+                ip("-n", space, "route", "add", "default", "via", f"{self.net}.254")
 
     def slow(self, node: int, rate: str) -> None:
         """What this node sends goes at `rate` only."""
@@ -60,9 +68,9 @@ def ip(*what: str) -> None:
 
 
 @contextmanager
-def cluster(n: int) -> Iterator[Cluster]:
+def cluster(n: int, *, host: bool = False) -> Iterator[Cluster]:
     """`n` nodes, removed at the end; skips, saying why, where they cannot be made."""
-    made = Cluster(n)
+    made = Cluster(n, host=host)
     try:
         made.make()
     except (OSError, subprocess.CalledProcessError) as error:

@@ -6,13 +6,13 @@ import json
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 from ingest_samples import FIELDS, flip_bit, make_dataset, shard_id, write_shard
 
+from exitwave.ingest import manifest as manifest_module
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
 from exitwave.ingest.manifest import ManifestWriter, create_dataset, load_manifest
-from exitwave.ingest.records import Header
+from exitwave.ingest.records import Header, PublishedShard
 from exitwave.ingest.schema import FieldSpec
 
 NAME = "manifest.jsonl"
@@ -206,10 +206,26 @@ def test_single_bit_flips_in_the_manifest_are_found_or_harmless(tmp_path: Path) 
     assert found >= 380
 
 
-def test_opening_does_not_slow_with_commits(tmp_path: Path) -> None:
-    """The uids that guard against doubles are kept sorted: each commit adds to them, none is lost."""
-    root = make_dataset(tmp_path / "d", "tttttt")
+@pytest.mark.parametrize("many", [0, 5, 1 << 16])
+def test_no_uid_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int) -> None:
+    """However those of this run are held: a twin of any shard is refused, and that of one taken out is not."""
+    monkeypatch.setattr(manifest_module, "_MANY_UIDS", many)
+    root = make_dataset(tmp_path / "d", "tt")
+
+    def twin(task: int, name: str) -> PublishedShard:
+        made = write_shard(tmp_path / name, task)
+        (root / f"shards/{name}.h5").write_bytes((tmp_path / name / made.path).read_bytes())
+        return PublishedShard.from_json({**made.to_json(), "shard_id": name, "path": f"shards/{name}.h5"})
+
     with ManifestWriter(root, epoch=1) as writer:
-        writer.commit(write_shard(root, 9), split="train", producer={})
-        assert np.array_equal(writer._uids, np.sort(np.concatenate(list(writer._uids_of.values()))))
-        assert writer._uids.size == 28
+        for task in (7, 8, 9):
+            writer.commit(write_shard(root, task), split="train", producer={})
+        for task in (0, 1, 7, 8, 9):
+            with pytest.raises(UsageError, match="which another committed shard holds already"):
+                writer.commit(twin(task, f"twin{task}"), split="train", producer={})
+        for task in (1, 8):
+            writer.tombstone(shard_id(task), "lost")
+            writer.commit(twin(task, f"again{task}"), split="train", producer={})
+            with pytest.raises(UsageError, match="which another committed shard holds already"):
+                writer.commit(twin(task, f"third{task}"), split="train", producer={})
+    assert len(load_manifest(root).shards) == 5

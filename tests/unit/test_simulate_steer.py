@@ -11,6 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exitwave.ingest.errors import DamagedDataError, UsageError
+from exitwave.ingest.manifest import load_manifest
+from exitwave.simulate.campaign import run_campaign
+from exitwave.simulate.campaign_files import fit_to
+from exitwave.simulate.cluster_inline import InlineCluster
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.simulate.steer import Axis, Tally, quotas, samples_for, shares, smoothed, tallies
@@ -170,6 +174,22 @@ def test_rounds_add_to_the_plan_and_change_nothing_that_was_there(plan, tmp_path
     assert {task.split for task in second.tasks} == {"train", "test", "steer"}
     assert second.core_seconds > plan.core_seconds
     assert read_rounds(tmp_path)[1] == _round(first, {(0, 2): 4, (1, 0): 1}, 1)
+
+
+def test_the_data_set_knows_its_rounds_and_another_campaign_is_told_apart(plan, tmp_path):
+    data = tmp_path / "data"
+    write_round(data, Round(number=0, split="steer", axes=AXES, cells=(), picks=held_out(plan, 1)))
+    assert run_campaign(plan, data, InlineCluster()).samples == 14
+    write_round(data, _round(steered(plan, data), {(0, 2): 2, (1, 0): 1}, 1))
+    fitted = fit_to(plan, data)
+    assert fitted == steered(plan, data)
+    before = {shard.shard_id for shard in load_manifest(data).shards}
+    run_campaign(plan, data, InlineCluster())
+    manifest = load_manifest(data)
+    assert before < {shard.shard_id for shard in manifest.shards} == {task.shard_id for task in fitted.tasks}
+    other = make_plan(CampaignSpec.model_validate({**CAMPAIGN, "seed": 4}), base_dir=tmp_path)
+    with pytest.raises(UsageError, match="seed: 3 -> 4"):
+        fit_to(other, data)
 
 
 def test_a_round_is_decided_once(plan, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.config import load_document, validate
+from exitwave.workflows.config import load_document, parse_document, validate
 from exitwave.workflows.pipeline_spec import PipelineSections
 from exitwave.workflows.tune import _claim, read_study
 from exitwave.workflows.tune_loop import ranks_for, rung_of
@@ -249,3 +249,11 @@ def test_a_study_takes_more_trials_and_nothing_else(tmp_path: Path) -> None:
         claim("tune.trials=5", "train.optimizer.lr=0.1")
     with pytest.raises(UsageError, match="no `campaign:` section"):
         read_study(path)
+
+
+def test_the_section_in_the_documentation_is_one() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "tune.md").read_text(encoding="utf-8")
+    section = text.partition("```yaml\n")[2].partition("```")[0]
+    document = parse_document(HEAD + section, source="tune.md", folder=Path())
+    spec = validate(document, PipelineSections).tune
+    assert spec is not None and spec.trials == 20 and len(spec.space) == 4

@@ -49,7 +49,7 @@ VERBS = [
     "export-model",
     "run",
 ]
-VERBS += ["report", "serve", "doctor", "bench"]
+VERBS += ["report", "serve", "tune", "doctor", "bench"]
 
 # --- help -----------------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ def test_the_registered_verbs_are_these() -> None:
         (["stage", "d", "--cache", "c", "--capacity", "20 parsecs"], "--capacity: expected a size"),
         (["train", "no.yaml", "--data", "d", "--out", "r"], "no.yaml: no such file"),
         (["verify", "/nonexistent"], "no such folder"),
-        (["bench", "everything"], "does not exist: choose allreduce, ingest, simulate or spatial"),
+        (["bench", "everything"], "does not exist: choose allreduce, ingest, pipeline, simulate or spatial"),
         (["status", "/nonexistent"], "no such folder"),
         (["report", "/nonexistent"], "no such folder"),
         (["inspect", "/nonexistent"], "no such file"),

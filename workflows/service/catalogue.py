@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Literal
 
 from exitwave.ingest.manifest import MANIFEST_NAME
 
-__all__ = ["NAME", "Kind", "Place", "find_place", "scan"]
+__all__ = ["NAME", "Kind", "Place", "find_place", "read_inside", "scan"]
 
 Kind = Literal["pipeline", "campaign", "training"]
 
@@ -75,7 +76,36 @@ def _walk(folder: Path, parts: tuple[str, ...], depth: int) -> Iterator[Place]:
 
 
 def _kind(folder: Path) -> Kind | None:
-    return next((kind for mark, kind in _MARKS if (folder / mark).is_file()), None)
+    """None also where a mark or a part of it is a link, which could lead out of the root."""
+    if any((folder / part).is_symlink() for part in ("dataset", "train")):
+        return None
+    return next((kind for mark, kind in _MARKS if _is_plain_file(folder / mark)), None)
+
+
+def _is_plain_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def read_inside(root: Path, path: Path) -> bytes | None:
+    """A regular file's bytes, None where it is none, or lies elsewhere than below `root`.
+
+    Where it lies is asked of what was opened, so that a link that is put in its place meanwhile leads nowhere.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        real = Path(f"/proc/self/fd/{fd}").readlink()
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or Path(os.path.realpath(root)) not in real.parents:
+            return None
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return file.read()
+    finally:
+        os.close(fd)
 
 
 def find_place(root: Path, id: str) -> Place | None:

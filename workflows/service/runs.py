@@ -11,7 +11,7 @@ from exitwave.ingest.errors import ExitwaveError, UsageError
 from exitwave.simulate.commands import write_command
 from exitwave.simulate.lease import lease_holder
 from exitwave.workflows.config import is_pipeline
-from exitwave.workflows.service.catalogue import NAME, Place, find_place, scan
+from exitwave.workflows.service.catalogue import NAME, Place, find_place, read_inside, scan
 from exitwave.workflows.service.facts import Facts, how_far
 from exitwave.workflows.service.jobs import Job, Jobs, Verdict
 from exitwave.workflows.service.live import Live
@@ -134,11 +134,7 @@ class Runs:
 
     def report(self, id: str) -> bytes | None:
         """The run's report, where it has been written."""
-        path = self._need(id).path / "report.html"
-        try:
-            return path.read_bytes() if not path.is_symlink() else None
-        except OSError:
-            return None
+        return read_inside(self.root, self._need(id).path / "report.html")
 
     def command(self, id: str, command: Literal["drain", "cancel", "resume", "retry"]) -> dict[str, Any]:
         """Ask for it. Raises Conflict where it makes no sense now."""

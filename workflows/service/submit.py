@@ -1,8 +1,9 @@
 """What may be submitted over the network: a configuration, checked before anything is written.
 
 YAML is read by the same reader as files are (no tags, places in messages). Paths in it are below the root, links
-included; a simulator given as a script or module is refused, since that would run a program of the sender's choice:
-install it, and name its entry point.
+included. What would run a program of the sender's choice is refused: a simulator given as a script or module (install
+it, and name its entry point), lines and options of job scripts (they belong into the site's own Dask configuration),
+and a scheduler at an address of the sender's choice, whose messages workers would unpickle.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from exitwave.workflows.service.catalogue import NAME
 
 __all__ = ["arguments_for", "checked", "write_new"]
 
+_COMMAND_KEYS = ("prologue", "directives", "python")
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:@%+-]{0,200}")
+_PLAIN_FOLDER = re.compile(r"[A-Za-z0-9_./$-]{1,500}")
 _PATH_KEYS = ("cif", "ase_db", "index", "path", "data", "cache")
 
 
@@ -32,6 +36,7 @@ def checked(text: str, *, name: str, root: Path) -> Document:
     apply_overrides(document, [])
     for key, path in _paths(document.data):
         _refuse_outside(path, key, document, root)
+    _refuse_commands(document)
     if is_pipeline(document):
         from exitwave.workflows.pipeline_spec import PipelineSpec
 
@@ -76,6 +81,32 @@ def _is_inside(path: str, root: Path) -> bool:
         if real != root and root not in real.parents:
             return False
     return True
+
+
+def _refuse_commands(document: Document) -> None:
+    """Of a cluster only what is plain: no lines of job scripts, no other scheduler."""
+    for section in ("cluster", "launch"):
+        given = document.data.get(section)
+        if not isinstance(given, dict):
+            continue
+        kind = given.get("kind")
+        if isinstance(kind, str) and ":" in kind:
+            raise UsageError(
+                f"{document.place((section, 'kind'))}: {section}.kind: {kind!r}: over the network no scheduler at an "
+                "address of its own is taken; run `exitwave simulate` yourself for that"
+            )
+        slurm = given.get("slurm")
+        for key, value in slurm.items() if isinstance(slurm, dict) else ():
+            plain = isinstance(value, int | float | None) or (isinstance(value, str) and _PLAIN.fullmatch(value))
+            if key in _COMMAND_KEYS or not plain:
+                raise UsageError(
+                    f"{document.place((section, 'slurm', key))}: {section}.slurm.{key}: over the network nothing is "
+                    "taken that becomes a line or an option of a job script; it belongs into jobqueue.slurm of "
+                    "~/.config/dask/jobqueue.yaml where the service runs"
+                )
+        cache = given.get("cache")
+        if isinstance(cache, str) and not _PLAIN_FOLDER.fullmatch(cache):
+            raise UsageError(f"{document.place((section, 'cache'))}: {section}.cache: {cache!r}: expected a folder")
 
 
 def _refuse_program(document: Document) -> None:

@@ -262,7 +262,8 @@ def _document(out: Path, tune: TuneSpec, study: Study, best: Trial | None, repor
         "report": str(report),
         "exit_code": 3 if damaged or best is None else 0,
     }
-    words = [f"{len(study.trials)} trials: " + ", ".join(f"{n} {state}" for state, n in found.items() if n) + "."]
+    n = len(study.trials)
+    words = [f"{n} trial{'s' * (n != 1)}: " + ", ".join(f"{n} {state}" for state, n in found.items() if n) + "."]
     if best is not None:
         run = out / "trials" / str(best.number)
         document["best"] = {
@@ -278,8 +279,10 @@ def _document(out: Path, tune: TuneSpec, study: Study, best: Trial | None, repor
         words.append(f"Its model is {run / 'model.pt'}; {out / 'best.yaml'} is its pipeline.")
     else:
         words.append("No trial was finished: there is no best one.")
-    if found["running"]:
-        words.append(f"The time (tune.max_seconds) is over: {found['running']} wait at a checkpoint for more of it.")
+    if (left := tune.trials - len(study.trials) + found["running"]) > 0:
+        words.append(
+            f"The time (tune.max_seconds: {tune.max_seconds:g}) is over: {left} of {tune.trials} have not ended."
+        )
     if found["failed"]:
         worst = next(t for t in study.trials if t.state == "failed")
         words.append(f"{found['failed']} failed, trial {worst.number} first ({worst.failure}): {worst.why}")

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import line
 import pytest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "service.md"
@@ -19,17 +20,13 @@ def block(language: str) -> str:
 
 
 def words_of_serve() -> set[str]:
-    from typer.main import get_command
-
-    from exitwave.workflows.cli import app
-
-    serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    return {name for option in serve.params for name in option.opts}
+    told = line.exitwave("serve", "--help")
+    return set(re.findall(r"--[a-z]+(?:-[a-z]+)*", told.stdout))
 
 
 def test_the_unit_says_what_the_service_needs(tmp_path):
     unit = block("ini")
-    settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line and not line.startswith("#"))
+    settings = dict(row.split("=", 1) for row in unit.splitlines() if "=" in row and not row.startswith("#"))
     assert settings["KillMode"] == "process"  # what the service started outlives it
     assert settings["Restart"] == "always"
     command = settings["ExecStart"].split()
@@ -49,7 +46,7 @@ def test_the_unit_says_what_the_service_needs(tmp_path):
         timeout=60,
         env={"PATH": "/usr/bin:/bin", "XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)},
     )
-    told = [line for line in checked.stderr.splitlines() if "exitwave.service" in line]
+    told = [row for row in checked.stderr.splitlines() if "exitwave.service" in row]
     assert told == [], checked.stderr
 
 
@@ -59,10 +56,10 @@ def test_the_slurm_script_is_one(tmp_path):
     path.write_text(script)
     assert subprocess.run(["bash", "-n", str(path)], timeout=20).returncode == 0
     lines = script.splitlines()
-    directives = [line for line in lines if line.startswith("#SBATCH ")]
+    directives = [row for row in lines if row.startswith("#SBATCH ")]
     assert lines[1 : 1 + len(directives)] == directives  # sbatch reads them only before the first command
     assert "#SBATCH --requeue" in directives and any(d.startswith("#SBATCH --signal=B:USR1@") for d in directives)
-    command = next(line for line in lines if line.startswith("exitwave serve")).split()
+    command = next(row for row in lines if row.startswith("exitwave serve")).split()
     assert {word for word in command if word.startswith("--")} <= words_of_serve()
 
 

@@ -32,7 +32,7 @@ def join_allocation(
     an error, the scheduler ends, and with it the workers. Raises UsageError outside an allocation or where
     dask-jobqueue is missing.
     """
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     try:
         from dask_jobqueue.slurm import SLURMRunner, WorldTooSmallException
     except ImportError:
@@ -45,6 +45,9 @@ def join_allocation(
     where |= {"security": security(), "protocol": "tls"} if tls else {}
     workers = {"nthreads": 1, "memory_limit": memory_per_worker, "local_directory": scratch_folder(), **where}
     workers |= {"dashboard": False}
+    # Slurm's warning goes to all tasks. Only the controller may follow it: it commits what the workers have in hand,
+    # and ends them; and srun's exit code is then the controller's, by which the script knows that there is more to do.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         runner = SLURMRunner(
             scheduler_file=str(folder / f"scheduler-{{job_id}}-{run}.json"),
@@ -60,7 +63,8 @@ def join_allocation(
         ) from None
     finally:
         # The runner takes Ctrl-C for itself, by which its scheduler and workers end; the controller has its own way.
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
     address = str(json.loads(Path(runner.scheduler_file).read_text())["address"])
     try:
         yield address

@@ -74,3 +74,28 @@ def test_a_campaign_in_one_allocation(tmp_path: Path) -> None:
     assert report.ok and report.samples == len(open_dataset(tmp_path / "data")) == 8
     started = [e for e in read_events(tmp_path / "data" / "events.jsonl") if e["kind"] == "campaign_started"]
     assert len(started) == 1 and started[0]["cluster"].startswith("tls://127.0.0.1:")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("warning_s", [15.0, 0.0], ids=["with a warning", "without"])
+def test_preempted_it_is_queued_again_and_ends(tmp_path: Path, warning_s: float) -> None:
+    """With a warning (the walltime's is the same) it commits what it has and asks for the queue by itself."""
+    slurm = SlurmStandIn(tmp_path / "slurm")
+    try:
+        job = submit(slurm, tmp_path, samples=24)
+        data = tmp_path / "data"
+        until = time.monotonic() + 120
+        while len(list(data.glob("shards/*/*.h5"))) < 3 and time.monotonic() < until:
+            time.sleep(0.1)
+        slurm.preempt(job, warning_s=warning_s)
+        wait_for(slurm, job, tmp_path, 200.0)
+        assert slurm.jobs()[job]["runs"] == 2
+    finally:
+        slurm.close()
+    report = verify_dataset(data)
+    assert report.ok and report.samples == 24 and len(set(open_dataset(data).uids.tolist())) == 24
+    events = read_events(data / "events.jsonl")
+    assert len([e for e in events if e["kind"] == "campaign_started"]) == 2
+    committed = [e["shard_id"] for e in events if e["kind"] == "shard_committed"]
+    assert len(committed) == len(set(committed)) == 24  # nothing twice
+    assert len([e for e in events if e["kind"] == "campaign_interrupted"]) == (1 if warning_s else 0)

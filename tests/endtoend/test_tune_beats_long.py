@@ -58,3 +58,25 @@ def test_the_best_of_eight_beats_a_random_one(tmp_path: Path) -> None:
     print(f"medians: {statistics.median(searched):.4g} against {statistics.median(random):.4g}")
     assert statistics.median(searched) < statistics.median(random)
     assert given_up > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_one_after_the_other_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
+    """Values, validation losses, what is given up and when: all that is told of a trial but its seconds."""
+    data = make_dataset(tmp_path / "data", train=2, val=1, test=1, per_material=4)
+    pipeline = write_pipeline(tmp_path, ("train:\n", f"{TUNE}train:\n"), ("tiny}", "tiny, layers: [1, 1, 1]}"))
+    less = ("--set", "tune.budget.steps=20", "--set", "tune.sampler.startup=2", "--set", "tune.trials=7")
+    told = []
+    for name, cluster in (("a", ("--cluster", "inline")), ("b", ("--workers", 1))):
+        run = exitwave("tune", pipeline, "--data", data, "--out", tmp_path / name, *cluster, *less, timeout=600)
+        assert run.returncode == 0, run.stderr
+        log = events(tmp_path / name / "events.jsonl")
+        kinds = ("trial_asked", "trial_reported", "trial_pruned", "trial_finished")
+        trials: list[list[object]] = []
+        for e in log:
+            if e["kind"] in kinds:
+                trials.append([e["kind"], e["n"], e.get("values"), e.get("rung"), e.get("value")])
+        told.append(trials)
+    assert told[0] == told[1]
+    assert any(line[0] == "trial_pruned" for line in told[0])

@@ -97,6 +97,44 @@ def test_a_scheduler_that_stays_away_interrupts(others: DaskProcesses, monkeypat
         cluster.close()
 
 
+@pytest.mark.long
+def test_a_scheduler_that_is_lost_again_and_again_stops_it(others: DaskProcesses, tmp_path: Path) -> None:
+    """Twelve losses in a row, with no task that ended in between; one that does end begins the count anew."""
+    others.start_worker()
+    others.wait_for_workers(1)
+    cluster = make_cluster(others.address)
+    assert isinstance(cluster, cluster_dask.DaskCluster) and cluster.losses_in_a_row == 12
+    cluster.start("weak-phase")
+
+    def lose_it() -> None:
+        assert others.scheduler is not None
+        end_tree(others.scheduler, signal.SIGKILL)
+        until(cluster, lambda _: cluster._client is None)
+        others.start_scheduler()
+
+    def find_it() -> None:
+        until(cluster, lambda _: cluster._client is not None)
+
+    try:
+        for _ in range(2):
+            lose_it()
+            find_it()
+        assert cluster._losses_so_far == 2
+        others.start_worker()
+        cluster.submit("a", linger, str(tmp_path / "a"), 0.0)
+        until(cluster, lambda found: [o.kind for o in found] == ["ok"])
+        assert cluster._losses_so_far == 0
+        for _ in range(11):
+            lose_it()
+            find_it()
+        lose_it()
+        told = r"lost 12 times in a row, and no task ended in between. See its log .* it resumes"
+        with pytest.raises(InterruptedRunError, match=told):
+            until(cluster, lambda _: False)
+    finally:
+        cluster.close()
+
+
 def another_abtem(folder: Path) -> dict[str, str]:
     """An environment in which abTEM says that it is of version 0.0.1."""
     info = folder / "abtem-0.0.1.dist-info"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from dask_processes import DaskProcesses
 from line import end, events, exitwave, start, wait_until, write_pipeline
 from train_data import make_dataset
 
@@ -128,3 +129,39 @@ def test_ctrl_c_drains_and_a_second_command_is_refused(tmp_path: Path) -> None:
     for n, step in stopped.items():
         assert step > 0 and (study / "trials" / str(n) / "checkpoints" / f"step-{step:08d}").is_dir()
     assert log[-1]["kind"] == "study_interrupted"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_workers_that_outlive_their_controller_are_waited_for(tmp_path: Path) -> None:
+    """On a scheduler that runs already a trial goes on without its controller; the next one waits for it."""
+    data = make_dataset(tmp_path / "data", train=2, val=1, test=1, per_material=4)
+    pipeline = write_pipeline(tmp_path, *SMALL)
+    study, log = tmp_path / "study", tmp_path / "log.txt"
+    others = DaskProcesses(tmp_path / "dask")
+    changes = ("--set", "tune.trials=3", "--set", "tune.budget.steps=120", "--cluster", others.address)
+    command = ("tune", pipeline, "--data", data, "--out", study, *changes)
+    try:
+        others.start_scheduler()
+        for _ in range(2):
+            others.start_worker()
+        others.wait_for_workers(2)
+        controller = start(*command, log=log)
+        try:
+            wait_until(lambda: len(list(study.glob("trials/*/checkpoints/step-*"))) >= 2, controller)
+        finally:
+            end(controller)  # SIGKILL
+        run = exitwave(*command, timeout=600)
+        assert run.returncode == 0, run.stderr + log.read_text()
+    finally:
+        others.close()
+    assert set(settled(study)) == {0, 1, 2}
+    for n in range(3):
+        steps = [e["step"] for e in events(study / "trials" / str(n) / "events.jsonl") if e["kind"] == "train_step"]
+        resumed = [
+            e["step"] for e in events(study / "trials" / str(n) / "events.jsonl") if e["kind"] == "train_resumed"
+        ]
+        again = len(steps) - len(set(steps))
+        assert sorted(set(steps)) == list(range(1, 121))
+        assert again == 0 or resumed  # no step was trained twice but those behind a checkpoint that was gone back to
+        assert again <= 4 * len(resumed)

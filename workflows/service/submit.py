@@ -1,8 +1,9 @@
 """What may be submitted over the network: a configuration, checked before anything is written.
 
 YAML is read by the same reader as files are (no tags, places in messages). Paths in it are below the root, links
-included; a simulator given as a script or module is refused, since that would run a program of the sender's choice:
-install it, and name its entry point.
+included. What would run a program of the sender's choice is refused: a simulator given as a script or module (install
+it, and name its entry point), lines and options of job scripts (they belong into the site's own Dask configuration),
+and a scheduler at an address of the sender's choice, whose messages workers would unpickle.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from exitwave.ingest.errors import UsageError
 from exitwave.workflows.campaigns import is_parametric
 from exitwave.workflows.config import Document, apply_overrides, dump_yaml, is_pipeline, parse_document, validate
 from exitwave.workflows.service.catalogue import NAME
 
-__all__ = ["arguments_for", "checked", "write_new"]
+__all__ = ["Verb", "arguments_for", "checked", "verb_of", "write_new"]
 
+Verb = Literal["simulate", "run", "online", "tune"]
+
+_COMMAND_KEYS = ("prologue", "directives", "python")
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:@%+-]{0,200}")
+_PLAIN_FOLDER = re.compile(r"[A-Za-z0-9_./$-]{1,500}")
 _PATH_KEYS = ("cif", "ase_db", "index", "path", "data", "cache")
 
 
@@ -32,6 +38,7 @@ def checked(text: str, *, name: str, root: Path) -> Document:
     apply_overrides(document, [])
     for key, path in _paths(document.data):
         _refuse_outside(path, key, document, root)
+    _refuse_commands(document)
     if is_pipeline(document):
         from exitwave.workflows.pipeline_spec import PipelineSpec
 
@@ -78,6 +85,32 @@ def _is_inside(path: str, root: Path) -> bool:
     return True
 
 
+def _refuse_commands(document: Document) -> None:
+    """Of a cluster only what is plain: no lines of job scripts, no other scheduler."""
+    for section in ("cluster", "launch"):
+        given = document.data.get(section)
+        if not isinstance(given, dict):
+            continue
+        kind = given.get("kind")
+        if isinstance(kind, str) and ":" in kind:
+            raise UsageError(
+                f"{document.place((section, 'kind'))}: {section}.kind: {kind!r}: over the network no scheduler at an "
+                "address of its own is taken; run `exitwave simulate` yourself for that"
+            )
+        slurm = given.get("slurm")
+        for key, value in slurm.items() if isinstance(slurm, dict) else ():
+            plain = isinstance(value, int | float | None) or (isinstance(value, str) and _PLAIN.fullmatch(value))
+            if key in _COMMAND_KEYS or not plain:
+                raise UsageError(
+                    f"{document.place((section, 'slurm', key))}: {section}.slurm.{key}: over the network nothing is "
+                    "taken that becomes a line or an option of a job script; it belongs into jobqueue.slurm of "
+                    "~/.config/dask/jobqueue.yaml where the service runs"
+                )
+        cache = given.get("cache")
+        if isinstance(cache, str) and not _PLAIN_FOLDER.fullmatch(cache):
+            raise UsageError(f"{document.place((section, 'cache'))}: {section}.cache: {cache!r}: expected a folder")
+
+
 def _refuse_program(document: Document) -> None:
     simulator = document.data.get("simulator")
     use = simulator.get("use") if isinstance(simulator, dict) else simulator
@@ -105,6 +138,16 @@ def write_new(document: Document, *, name: str, root: Path) -> Path:
     return path
 
 
-def arguments_for(configuration: Path, out: Path, *, pipeline: bool) -> list[str]:
+def arguments_for(configuration: Path, out: Path, *, verb: Verb) -> list[str]:
     """The command line that does it, and goes on with it when given again."""
-    return ["run" if pipeline else "simulate", str(configuration), "--out", str(out)]
+    words = ["run", str(configuration), "--online"] if verb == "online" else [verb, str(configuration)]
+    return [*words, "--out", str(out)]
+
+
+def verb_of(document: Document) -> Verb:
+    """What a submitted configuration asks for: a section `tune` for a search, `online` for training meanwhile."""
+    if not is_pipeline(document):
+        return "simulate"
+    if "tune" in document.data:
+        return "tune"
+    return "online" if "online" in document.data else "run"

@@ -25,7 +25,7 @@ from exitwave.simulate.bundle import fallen_apart
 from exitwave.simulate.campaign_extend import extended
 from exitwave.simulate.commands import COMMANDS_NAME
 from exitwave.simulate.live import STATUS_NAME
-from exitwave.simulate.state import PLAN_NAME
+from exitwave.simulate.state import PLAN_NAME, STEERING_NAME
 from exitwave.simulate.state_index import STATE_DB_NAME
 from exitwave.simulate.wisdom import FOLDER as WISDOM_FOLDER
 from exitwave.simulate.work import CampaignPlan
@@ -48,7 +48,6 @@ __all__ = [
 
 CAMPAIGN_NAME = "campaign.yaml"
 EVENTS_NAME = "events.jsonl"
-STEERING_NAME = "steering"  # the rounds of a steered campaign (steer_rounds.py)
 
 
 def disk_shortage(plan: CampaignPlan, dataset: Path) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import dask.config
 import distributed
 
-from exitwave.ingest.errors import InterruptedRunError
+from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.simulate.cluster_dask import DaskCluster
 from exitwave.simulate.cluster_outcome import describe
 from exitwave.simulate.cluster_tls import security
@@ -43,6 +45,17 @@ def scheduler_habits() -> None:
     )
 
 
+_GUARD = 'what starts a campaign must stand below `if __name__ == "__main__":`, or each worker starts one'
+
+
+def _script() -> str:
+    """The user's own script, which each new process imports before anything else; "" for a command or a prompt."""
+    main = sys.modules.get("__main__")
+    plain = getattr(main, "__spec__", None) is None
+    path = str(getattr(main, "__file__", "") or "")
+    return path if plain and path.endswith(".py") else ""
+
+
 class LocalCluster(DaskCluster):
     """The scheduler lives in this process; scheduler, workers and dashboard listen on 127.0.0.1 alone."""
 
@@ -60,6 +73,8 @@ class LocalCluster(DaskCluster):
         return self._asked
 
     def _launch(self) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise UsageError(f"--cluster local: this is a worker process, which imports {_script()}: {_GUARD}")
         scheduler_habits()
         try:
             self._cluster = distributed.LocalCluster(
@@ -74,6 +89,11 @@ class LocalCluster(DaskCluster):
                 protocol="tls" if self._tls else "tcp",
             )
         except RuntimeError as error:  # a worker process that died before its first word
+            if _script():
+                raise UsageError(
+                    f"--cluster local: no worker process could import {_script()} ({describe(error)}). If it has no "
+                    f"guard, that is why: {_GUARD}. Else a process was killed, or memory is short"
+                ) from None
             raise InterruptedRunError(
                 f"--cluster local: {self._asked} worker(s) could not be started ({describe(error)}); a process was "
                 "killed, or memory is short (fewer --workers need less)"

@@ -24,6 +24,7 @@ from exitwave.simulate.state_task import TaskState, apply
 __all__ = ["TaskState", "campaign_failures", "campaign_status", "replay"]
 
 PLAN_NAME = "plan.json"
+STEERING_NAME = "steering"  # the rounds of a steered campaign (steer_rounds.py)
 
 
 def replay(

@@ -12,11 +12,13 @@ many patterns each gets 1/n of the counts.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from exitwave.ingest import open_dataset
 from exitwave.ingest.dataset import Dataset
@@ -25,9 +27,32 @@ from exitwave.train.classical import coarsest_step_A
 from exitwave.train.keys import generator
 from exitwave.train.spec import DataSpec
 
-__all__ = ["DenseScan"]
+__all__ = ["DenseScan", "at_dose", "check_same_experiment"]
 
 _SAME = ("energy_keV", "semiangle_mrad", "thickness_A", "defocus_A", "scan_origin_y_A", "scan_origin_x_A")
+
+
+def check_same_experiment(params: np.void, there: np.void, *, where: str, but: Collection[str] = ()) -> None:
+    """That two samples are one experiment scanned differently, but for the parameters in `but`. Raises UsageError."""
+    wrong = [name for name in _SAME if name not in but and not np.isclose(float(params[name]), float(there[name]))]
+    if wrong:
+        raise UsageError(
+            f"{where}: sample {int(params['sample_index'])} of structure {int(params['structure'])} has {wrong[0]} "
+            f"{float(there[wrong[0]]):g}, expected {float(params[wrong[0]]):g}: not another scan of the same campaign"
+        )
+
+
+def at_dose(
+    cbed: npt.NDArray[Any], params: np.void, there: np.void, dose_e_per_pattern: float, noise: np.random.Generator
+) -> npt.NDArray[np.float32]:
+    """Poisson counts of a scan `there` that gives the field the dose of the scan `params` at so much a pattern.
+
+    Where positions a Å² grow, counts a position fall.
+    """
+    ratio = (float(there["R_sampling_y_A"]) * float(there["R_sampling_x_A"])) / (
+        float(params["R_sampling_y_A"]) * float(params["R_sampling_x_A"])
+    )
+    return noise.poisson(np.maximum(cbed, 0).astype(np.float64) * dose_e_per_pattern * ratio).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +81,11 @@ class DenseScan:
             raise UsageError(f"{self.data.root}: sample {key[1]} of structure {key[0]} is not in this denser scan")
         batch = self.data.read([self.places[key]], ["cbed"])
         cbed, there = batch["cbed"][0], batch["params"][0]
-        wrong = [name for name in _SAME if not np.isclose(float(params[name]), float(there[name]))]
-        if wrong:
-            raise UsageError(
-                f"{self.data.root}: sample {key[1]} of structure {key[0]} has {wrong[0]} {float(there[wrong[0]]):g}, "
-                f"expected {float(params[wrong[0]]):g}: not a denser scan of the same campaign"
-            )
+        check_same_experiment(params, there, where=str(self.data.root))
         dose = spec.dose_e_per_pattern
         if dose is None:
             return cbed.astype(np.float32), there
-        # the dose of the field is kept: positions a Å² grow, counts a position fall
-        ratio = (float(there["R_sampling_y_A"]) * float(there["R_sampling_x_A"])) / (
-            float(params["R_sampling_y_A"]) * float(params["R_sampling_x_A"])
-        )
-        noise = generator("dose-dense", seed, int(batch["uid"][0]))
-        return noise.poisson(np.maximum(cbed, 0).astype(np.float64) * dose * ratio).astype(np.float32), there
+        return at_dose(cbed, params, there, dose, generator("dose-dense", seed, int(batch["uid"][0]))), there
 
     def note(self, params: np.ndarray[Any, Any]) -> str:
         """What the classical methods were given."""

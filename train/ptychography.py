@@ -1,8 +1,8 @@
 """Reconstructions that another program made of some samples, by ptychography, to be scored beside ours.
 
-The file is a NumPy archive: `uid` (n,) uint64; `image_VA` (n, H, W) projected potential [V·Å] on the label's pixels,
-in the program's own absolute scale (its phase over σ); `library` and `how` say what made them.
-exitwave has no driver of such a program yet: turn the output of the one you use into this file yourself.
+The file is a NumPy archive: `uid` (n,) uint64; `image_VA` (n, H, W) projected potential [V·Å] on the label's pixels
+(phase over σ, any offset, no further scale is fitted to it); `library` and `how` say what made them.
+benchmarks/peers/ptychography.py makes one by py4DSTEM; the output of any other program can be turned into it.
 """
 
 from __future__ import annotations

@@ -105,6 +105,7 @@ def run_pipeline(
     _refuse_foreign(out)
     with locked(out):
         resumed = _claim(out, spec, fresh=fresh)
+        _refuse_the_other_way(out / "train", spec.train, online=online)
         log = EventLog(out / "events.jsonl")
         log.emit("pipeline_started", name=spec.name, resumed=resumed)
         if resumed:
@@ -329,6 +330,20 @@ class _Line:
             raise
         finally:
             self.log.emit(ended, part=part, seconds=round(time.monotonic() - began, 3))
+
+
+def _refuse_the_other_way(run: Path, spec: TrainSpec, *, online: bool) -> None:
+    """A training that has begun keeps its order of samples; said now, and not when the campaign is over."""
+    try:
+        before = json.loads((run / "train.json").read_text())
+    except (OSError, ValueError):
+        return
+    began = before.get("online") is not None
+    if began != online and not _trained(run, spec):
+        raise UsageError(
+            f"{run.parent}: its training began {'with' if began else 'without'} --online and goes on so. Give the same "
+            f"command {'with' if began else 'without'} it, or --fresh to start again."
+        )
 
 
 def _refuse_unfit_for_online(spec: PipelineSpec, planned: Planned) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
-from exitwave.workflows.adaptive_facts import adaptive_status
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.session import Session
 from exitwave.workflows.tables import status_table
@@ -56,7 +55,7 @@ def status_document(folder: Path, *, training: TrainingSeen | None = None) -> di
 
     `training`: what a caller who comes again and again has seen of it already; else its log is read.
     """
-    from exitwave.simulate.state import campaign_status
+    from exitwave.simulate.state import STEERING_NAME, campaign_status
 
     dataset, run = dataset_of(folder)
     if not (dataset / MANIFEST_NAME).exists():
@@ -77,9 +76,12 @@ def status_document(folder: Path, *, training: TrainingSeen | None = None) -> di
     document: dict[str, Any] = campaign_status(dataset)
     document["state"] = _state(document)
     whole = document["samples"]["committed"] == document["samples"]["planned"]
-    if (steered := adaptive_status(dataset)) is not None:
-        document["adaptive"] = steered
-        whole = whole and steered["decided"] >= steered["rounds"]
+    if (dataset / STEERING_NAME).exists():
+        from exitwave.workflows import adaptive_facts  # with the planner, which takes a second to import
+
+        if (steered := adaptive_facts.adaptive_status(dataset)) is not None:
+            document["adaptive"] = steered
+            whole = whole and steered["decided"] >= steered["rounds"]
     if run is not None:
         document["stages"] = _stages(run, training, whole=whole)
     return document

@@ -174,7 +174,8 @@ def metrics_table(document: Row) -> Group:
         if len(rows) > 1:
             parts += [Text(""), _errors(title, key, rows)]
     if other := document.get("ptychography"):
-        parts += [Text(""), _scores(other["metrics"]), Text(f"{other['n']} samples; {other['library']}", style="dim")]
+        about = f"these {other['n']} samples alone, for every method; {other['library']}: {other['how']}"
+        parts += [Text(""), _scores(other["metrics"]), Text(about, style="dim")]
     if document.get("targets"):
         aims = _table("aim", "reached", "wanted", "", right=("reached", "wanted"))
         for row in document["targets"]:

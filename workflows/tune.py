@@ -24,6 +24,7 @@ from exitwave.ingest.events import EventLog
 from exitwave.ingest.files import write_atomic
 from exitwave.ingest.manifest import load_manifest
 from exitwave.simulate.cluster import make_cluster
+from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, default_workers, plan_campaign, run_planned, tell_warnings
 from exitwave.workflows.config import (
     Document,
@@ -49,7 +50,8 @@ from exitwave.workflows.tune_spec import TuneSpec
 
 __all__ = ["read_study", "tune_pipeline"]
 
-_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "evaluate", "adaptive", "online", "data")
+_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "launch", "evaluate", "adaptive", "online", "data")
+_FILES = ("cif", "ase_db", "index")  # keys of a structure that name files, from the folder of the pipeline
 _OWN_FAILURES = ("diverged", "configuration")  # answers to the question that was asked, and no damage
 
 
@@ -84,7 +86,7 @@ def tune_pipeline(
                 _simulate(session, planned, data, cluster=kind, workers=n, feed=feed)
             assert data is not None
             study = _search(session, sections, out, data, cluster=kind, workers=n, feed=feed)
-        return _finish(session, out, sections, study, planned=planned)
+        return _finish(out, sections, study, folder=document.folder)
 
 
 def read_study(
@@ -226,25 +228,37 @@ def _search(
         raise
 
 
-def _finish(
-    session: Session, out: Path, sections: PipelineSections, study: Study, *, planned: Planned | None
-) -> dict[str, Any]:
+def _finish(out: Path, sections: PipelineSections, study: Study, *, folder: Path) -> dict[str, Any]:
+    """best.yaml, the report, the last line of the log. `folder`: of the pipeline's file."""
     from exitwave.workflows.report import write_report
 
     tune, train = sections.tune, sections.train
     assert tune is not None and train is not None
     best = best_trial(study.trials, maximize=tune.objective.maximize)
-    found = counts(study)
     shares = importance(tune, study.trials)
     log = EventLog(out / "events.jsonl")
-    log.emit("study_finished", **found, best=None if best is None else best.number, importance=shares)
+    log.emit("study_finished", **counts(study), best=None if best is None else best.number, importance=shares)
     if best is not None:
-        resolved = {k: v for k, v in _resolved(sections, None if planned else out).items() if k not in ("tune", "data")}
-        resolved["train"] = trial_spec(tune, train, best.values).canonical()
+        made = _best_pipeline(sections, trial_spec(tune, train, best.values), folder)
         head = f"The pipeline with the values of trial {best.number}, the best of {len(study.trials)}"
-        write_atomic(out / "best.yaml", dump_yaml(resolved, comment=resolved_comment(head, versions())).encode())
-    report = write_report(out)
-    return _document(out, tune, study, best, report)
+        write_atomic(out / "best.yaml", dump_yaml(made, comment=resolved_comment(head, versions())).encode())
+    return _document(out, tune, study, best, write_report(out))
+
+
+def _best_pipeline(sections: PipelineSections, train: TrainSpec, folder: Path) -> dict[str, Any]:
+    """What the pipeline says, with another training; files that it names from `folder` have their whole path."""
+    given: dict[str, Any] = json.loads(sections.model_dump_json(exclude_unset=True, exclude={"tune", "train"}))
+    for structure in (given.get("campaign") or {}).get("structures", []):
+        for key in _FILES:
+            if isinstance(structure.get(key), str):
+                structure[key] = _whole_path(folder, structure[key])
+            elif isinstance(structure.get(key), list):
+                structure[key] = [_whole_path(folder, each) for each in structure[key]]
+    return {**given, "train": train.canonical()}
+
+
+def _whole_path(folder: Path, written: str) -> str:
+    return str((folder / Path(written).expanduser()).absolute())
 
 
 def _document(out: Path, tune: TuneSpec, study: Study, best: Trial | None, report: Path) -> dict[str, Any]:

@@ -81,6 +81,18 @@ def test_status_says_what_is_done(made: tuple[Path, Path]) -> None:
     assert document("failures", run / "dataset") == []
 
 
+def test_status_imports_little(made: tuple[Path, Path]) -> None:
+    """It is asked for often, on machines that have better to do: nothing that simulates, trains, plans or draws."""
+    _, run = made
+    heavy = ["torch", "dask", "distributed", "abtem", "scipy", "matplotlib", "h5py", "bokeh", "exitwave.simulate.plan"]
+    script = (
+        "import sys; from exitwave.workflows.cli import run; code = run(['status', sys.argv[1], '--json']);"
+        f"print([m for m in {heavy} if m in sys.modules], code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, run], capture_output=True, text=True, env=environment())
+    assert done.stderr.strip() == "[] 0"
+
+
 def test_plan_says_what_it_would_cost(made: tuple[Path, Path]) -> None:
     path, _ = made
     plan = document("plan", path)

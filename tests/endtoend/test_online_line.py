@@ -69,6 +69,9 @@ def test_killed_or_stopped_in_the_middle_it_goes_on(tmp_path: Path, whom: str) -
             process.send_signal(signal.SIGKILL)
             process.wait(20)
             wait_until(lambda: not processes_naming(out))
+            other = exitwave("run", path, "--out", out)
+            assert other.returncode == 2
+            assert "began with --online" in other.stderr
         else:
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 75

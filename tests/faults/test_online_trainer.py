@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import train_launch
+from line import events, wait_until
 from online_data import begin, commit, growing
 
 from exitwave.ingest.arrivals import ARRIVALS_NAME, ReservoirSettings, read_log, steps_allowed
@@ -93,11 +94,27 @@ def test_done_again_it_has_the_same_weights(done, tmp_path):
 
 
 @pytest.mark.long
-def test_two_ranks_do_it_again_within_rounding(done, tmp_path):
-    root, out = done
-    code, output = train_launch.launch(2, spec=SPEC, data=root, out=tmp_path / "two", replay=str(out / ARRIVALS_NAME))
+def test_two_ranks_one_of_them_killed_know_the_same_and_one_does_it_again(tmp_path):
+    root = begin(tmp_path / "data")
+    commit(root, range(2))
+    out, settings = tmp_path / "run", tmp_path / "online.json"
+    settings.write_text(json.dumps(SETTINGS.to_json()))
+    job: dict[str, Any] = {"spec": SPEC, "data": root, "out": out, "online": str(settings)}
+
+    def produce() -> None:
+        wait_until(lambda: bool(events(out / ARRIVALS_NAME)[1:]))  # the first step knows what was there
+        commit(root, range(2, 8), pause_s=0.5)
+
+    producer = growing(produce)
+    code, output = train_launch.launch(2, **job, kill={"rank": 1, "step": 16})
+    assert code != 0, output
+    assert len(read_log(out / ARRIVALS_NAME)["entries"]) > 1
+    producer.join()
+    code, output = train_launch.launch(2, **job)
     assert code == 0, output
-    one, two = ([e["loss"] for e in read_curve(path)] for path in (out, tmp_path / "two"))
+    run(root, tmp_path / "again", replay=out / ARRIVALS_NAME)
+    two, one = ([e["loss"] for e in read_curve(path)] for path in (out, tmp_path / "again"))
+    assert len(two) == 24
     assert np.allclose(one, two, rtol=1e-4, atol=0)
 
 

@@ -1,8 +1,8 @@
 """One rank of a training under torchrun, for tests: python -m torch.distributed.run … train_rank.py '{json}'.
 
-Keys: spec, data, out; optional: mesh [D, S]; replay (a log of arrivals); kill {rank, step} (SIGKILL to itself when that
-step is recorded… by its own counting), stop {rank, step} (asks to stop then). The exit code is that of the error's
-class, as the command line does it.
+Keys: spec, data, out; optional: mesh [D, S]; online (a file of settings); kill {rank, step} (SIGKILL to itself when
+that step is recorded… by its own counting), stop {rank, step} (asks to stop then). The exit code is that of the
+error's class, as the command line does it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
             parallel=SpatialMesh(spec, tuple(job["mesh"])) if "mesh" in job else None,
             stop=before_each_step,
             threads=1,
-            online=read_online(None, Path(job["replay"])) if "replay" in job else None,
+            online=read_online(Path(job["online"]), None) if "online" in job else None,
         )
     except ExitwaveError as error:
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -344,3 +344,49 @@ def test_what_many_ask_for_is_made_once():
     assert made == ["a"] and shared.fresh("a") == "A" and shared.fresh("b") is None
     shared.forget("a")
     assert shared.get("a") == "A" and made == ["a", "a"]
+
+
+def test_a_search_is_one_run_with_a_table_of_its_trials(tmp_path):
+    from exitwave.ingest.events import EventLog
+    from exitwave.ingest.files import FileLock
+    from exitwave.workflows.service.facts import Facts
+
+    study = tmp_path / "search"
+    (study / "trials" / "0").mkdir(parents=True)
+    (study / "trials" / "0" / "train.json").write_text("{}")
+    (study / "tune.yaml").write_text("name: search")
+    log = EventLog(study / "events.jsonl")
+    log.emit("study_started", name="search", trials=4, dataset_id="x", cluster="inline")
+    for n in range(2):
+        log.emit("trial_asked", n=n, values={"train.optimizer.lr": 0.1 * (n + 1)})
+        log.emit("trial_begun", n=n, ranks=1)
+    log.emit("trial_reported", n=0, rung=1, step=5, value=0.5)
+    log.emit("trial_finished", n=0, step=9, value=0.25, seconds=2.0)
+    (place,) = scan(tmp_path)
+    assert (place.kind, place.training, place.dataset) == ("study", None, study / "dataset")
+    facts = Facts().whole(place, None, None)
+    assert facts["state"] == "stopped"
+    table = facts["trials"]
+    assert table["columns"] == ["trial", "optimizer.lr", "state", "objective", "seconds"]
+    assert table["rows"] == [[1, 0.2, "running", None, None], [0, 0.1, "finished", 0.25, 2.0]]
+    assert (table["done"], table["planned"]) == (1, 4)
+    with FileLock(study / ".lock"):
+        assert Facts().short(place, None, None)["state"] == "running"
+    log.emit("study_finished")
+    assert Facts().short(place, None, None)["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("", ["run", "C", "--out", "O"]),
+        ("online: {}\n", ["run", "C", "--online", "--out", "O"]),
+        ("tune: {}\n", ["tune", "C", "--out", "O"]),
+    ],
+)
+def test_what_a_submission_starts(section, words):
+    from exitwave.workflows.config import parse_document
+    from exitwave.workflows.service.submit import arguments_for, verb_of
+
+    document = parse_document(section + line.PIPELINE, source="a.yaml", folder=Path())
+    assert arguments_for(Path("C"), Path("O"), verb=verb_of(document)) == words

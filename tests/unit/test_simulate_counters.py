@@ -190,3 +190,10 @@ def test_tallies() -> None:
     for state, why in (("error", "a"), ("error", "b"), ("memory", "c"), ("killed", "d"), ("error", "a")):
         reasons.add(state, why)
     assert reasons.rows(5) == [("", "other reasons", 2), ("error", "a", 2), ("error", "b", 1)]
+
+
+def test_the_status_follows_the_cluster() -> None:
+    """Workers that come and go are seen, also when none is left."""
+    told = [started(workers=4), {"t": 101.0, "kind": "workers_changed", "workers": 1}]
+    assert fold(told).snapshot(102.0)["workers"] == 1
+    assert fold([*told, {"t": 103.0, "kind": "workers_changed", "workers": 0}]).snapshot(104.0)["workers"] == 0

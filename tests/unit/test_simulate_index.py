@@ -93,3 +93,22 @@ def test_a_data_set_that_was_moved_is_not_answered_from_the_old_index(dataset: P
     assert read_failed(moved) is None and len(campaign_failures(moved)) == 1
     assert run_campaign(plan(**SPEC), moved, InlineCluster()).failed == 1
     assert read_failed(moved) is not None
+
+
+@pytest.mark.long
+def test_a_database_that_somebody_locks_costs_no_data(tmp_path: Path) -> None:
+    """From the first event to the end of the campaign: it goes on without, and everybody reads the files instead."""
+    root, held = tmp_path / "d", []
+
+    def lock(event: dict[str, Any]) -> None:
+        if event["kind"] == "campaign_started":
+            held.append(sqlite3.connect(root / "state.db", isolation_level=None, check_same_thread=False))
+            held[0].execute("BEGIN EXCLUSIVE")
+
+    try:
+        assert run_campaign(plan(**SPEC), root, InlineCluster(), listeners=[lock]).committed == 6
+        assert campaign_status(root)["shards"]["committed"] == 6 and campaign_failures(root) == []
+    finally:
+        held[0].close()
+    assert run_campaign(plan(**SPEC), root, InlineCluster()).committed == 6
+    assert [row[1] for row in rows(root)] == ["committed"] * 6

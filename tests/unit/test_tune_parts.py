@@ -10,9 +10,10 @@ import pytest
 
 from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.config import load_document, parse_document, validate
+from exitwave.workflows.config import dump_yaml, load_document, parse_document, validate
+from exitwave.workflows.pipeline import read_pipeline
 from exitwave.workflows.pipeline_spec import PipelineSections
-from exitwave.workflows.tune import _claim, read_study
+from exitwave.workflows.tune import _best_pipeline, _claim, read_study
 from exitwave.workflows.tune_loop import ranks_for, rung_of
 from exitwave.workflows.tune_record import Folding, Trial, best_so_far, best_trial, counts, fold
 from exitwave.workflows.tune_sampler import gives_up, importance, next_values
@@ -257,3 +258,19 @@ def test_the_section_in_the_documentation_is_one() -> None:
     document = parse_document(HEAD + section, source="tune.md", folder=Path())
     spec = validate(document, PipelineSections).tune
     assert spec is not None and spec.trials == 20 and len(spec.space) == 4
+
+
+def test_the_best_pipeline_is_one_wherever_it_lies(tmp_path: Path) -> None:
+    """What was given and nothing else, so that every verb takes it; files by their whole path."""
+    text = (Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml").read_text(encoding="utf-8")
+    text = text.replace("    # - cif: structures/*.cif", "    - cif: structures/*.cif")
+    (tmp_path / "p.yaml").write_text(text)
+    space = "tune={trials: 2, space: {train.optimizer.lr: {log_uniform: [1e-4, 1e-2]}}, budget: {steps: 200}}"
+    _, sections = read_study(tmp_path / "p.yaml", [space])
+    assert sections.tune is not None and sections.train is not None
+    best = trial_spec(sections.tune, sections.train, {"train.optimizer.lr": 0.005})
+    (tmp_path / "best.yaml").write_text(dump_yaml(_best_pipeline(sections, best, tmp_path)))
+    _, again = read_pipeline(tmp_path / "best.yaml")
+    assert again.train == best and again.tune is None and again.cluster == sections.cluster
+    assert sections.campaign is not None and again.campaign.sampling == sections.campaign.sampling
+    assert any(s.cif == str(tmp_path / "structures/*.cif") for s in again.campaign.structures)

@@ -18,13 +18,14 @@ from exitwave.ingest.manifest import MANIFEST_NAME
 
 __all__ = ["NAME", "Kind", "Place", "find_place", "read_inside", "scan"]
 
-Kind = Literal["pipeline", "campaign", "training"]
+Kind = Literal["pipeline", "study", "campaign", "training"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DEPTH = 3  # folders of folders of runs
 _MOST = 10_000
 _MARKS: tuple[tuple[str, Kind], ...] = (
     ("pipeline.yaml", "pipeline"),
+    ("tune.yaml", "study"),
     ("train.json", "training"),
     (MANIFEST_NAME, "campaign"),
     ("campaign.yaml", "campaign"),
@@ -42,16 +43,18 @@ class Place:
     @property
     def dataset(self) -> Path | None:
         """The data set that it has or is."""
-        return {"pipeline": self.path / "dataset", "campaign": self.path, "training": None}[self.kind]
+        if self.kind == "training":
+            return None
+        return self.path if self.kind == "campaign" else self.path / "dataset"
 
     @property
     def training(self) -> Path | None:
-        """The folder of its training."""
-        return {"pipeline": self.path / "train", "campaign": None, "training": self.path}[self.kind]
+        """The folder of its training; a study has many."""
+        return {"pipeline": self.path / "train", "training": self.path}.get(self.kind)
 
 
 def scan(root: Path) -> list[Place]:
-    """All runs below `root`, by id. A run's own parts (its data set, its training) are not runs beside it."""
+    """All runs below `root`, by id. A run's own parts (its data set, its trainings) are not runs beside it."""
     found = []
     for place in _walk(root, (), _DEPTH):
         found.append(place)

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError
+from exitwave.ingest.files import FileLock
 from exitwave.workflows.service.catalogue import Place
 from exitwave.workflows.service.jobs import Job, Verdict
+from exitwave.workflows.service.rounds import rounds_table, study_status, trials_table
 from exitwave.workflows.training_seen import FollowedTraining, TrainingSeen
 
 __all__ = ["Facts", "how_far"]
@@ -107,12 +109,18 @@ def _read(place: Place, seen: TrainingSeen) -> dict[str, Any]:
 
     facts: dict[str, Any] = {"updated": _updated(place), "report": (place.path / "report.html").is_file()}
     try:
-        status = status_document(place.path, training=seen) if place.kind != "training" else {}
+        if place.kind == "study":
+            status, facts["trials"] = study_status(place.path), trials_table(place.path)
+        else:
+            status = status_document(place.path, training=seen) if place.kind != "training" else {}
+            if status.get("adaptive"):
+                facts["trials"] = rounds_table(status["adaptive"])
     except (ExitwaveError, OSError) as error:
         facts |= {"state": "unreadable", "why": str(error).splitlines()[0], "status": {}}
         return facts
     facts["status"] = status
-    facts["state"], facts["why"] = _state(place, status)
+    facts["state"], facts["why"] = _state(place, facts)
+    facts["mode"] = "online" if (place.path / "online.json").exists() else "adaptive" if status.get("adaptive") else ""
     if seen.any:
         facts["training"] = _training(seen)
     return facts
@@ -123,13 +131,16 @@ def _training(seen: TrainingSeen) -> dict[str, Any]:
     return {"total_steps": seen.total_steps, "step": step, "loss": loss}
 
 
-def _state(place: Place, status: Mapping[str, Any]) -> tuple[str, str]:
+def _state(place: Place, facts: Mapping[str, Any]) -> tuple[str, str]:
     """Of a run that the service did not start, in its words."""
+    status: Mapping[str, Any] = facts["status"]
+    if status.get("running") or FileLock(place.path / ".lock").is_held():
+        return "running", "started from a command line"
     if place.kind == "training":
         done = (place.path / "model.pt").exists()
-        return ("finished", "") if done else ("stopped", "not finished, as far as the files say")
-    if status.get("running"):
-        return "running", "started from a command line"
+        return ("finished", "") if done else ("stopped", "`exitwave train` goes on with it")
+    if place.kind == "study":
+        return ("finished", "") if facts["trials"]["ended"] else ("stopped", "resume goes on")
     stages = status.get("stages")
     whole = status["samples"]["committed"] + status["samples"]["failed"] >= status["samples"]["planned"] > 0
     done = stages["report"] != "not yet" if stages is not None else whole

@@ -10,18 +10,19 @@ from typing import Any, Literal
 from exitwave.ingest.errors import ExitwaveError, UsageError
 from exitwave.simulate.commands import write_command
 from exitwave.simulate.lease import lease_holder
-from exitwave.workflows.config import is_pipeline
-from exitwave.workflows.service.catalogue import NAME, Place, find_place, read_inside, scan
+from exitwave.workflows.service.catalogue import NAME, Kind, Place, find_place, read_inside, scan
 from exitwave.workflows.service.facts import Facts, how_far
 from exitwave.workflows.service.jobs import Job, Jobs, Verdict
 from exitwave.workflows.service.live import Live
 from exitwave.workflows.service.newest import newest_pictures
 from exitwave.workflows.service.shared import Shared
-from exitwave.workflows.service.submit import arguments_for, checked, write_new
+from exitwave.workflows.service.submit import Verb, arguments_for, checked, verb_of, write_new
 from exitwave.workflows.session import compact_json
 
 __all__ = ["Conflict", "Runs"]
 
+_KINDS: dict[str, Kind] = {"run": "pipeline", "tune": "study"}
+_VERBS: dict[Kind, Verb] = {"pipeline": "run", "study": "tune", "campaign": "simulate"}
 _BUSY = ("starting", "running", "stopping", "waiting")
 
 
@@ -45,8 +46,7 @@ class Runs:
         """Where the run is; one that was submitted and has written nothing yet has a place already."""
         found = find_place(self.root, id)
         if found is None and "~" not in id and (job := self._job(id)) is not None:
-            kind: Literal["pipeline", "campaign"] = "pipeline" if job.arguments[0] == "run" else "campaign"
-            return Place(id=id, path=self.root / id, kind=kind)
+            return Place(id=id, path=self.root / id, kind=_KINDS.get(job.arguments[0], "campaign"))
         return found
 
     def _job(self, id: str) -> Job | None:
@@ -107,7 +107,7 @@ class Runs:
                 path = write_new(document, name=name, root=self.root)
             except UsageError as error:
                 raise Conflict(str(error)) from None
-            self.jobs.want(name, arguments_for(path, self.root / name, pipeline=is_pipeline(document)))
+            self.jobs.want(name, arguments_for(path, self.root / name, verb=verb_of(document)))
         self.jobs.reconcile()
         self._texts.forget(name)
         self._rows.forget("")
@@ -119,7 +119,7 @@ class Runs:
 
         place = self._need(id)
         try:
-            return failures_of(place.path)
+            return failures_of(place.path if place.kind != "study" else place.path / "dataset")
         except (ExitwaveError, OSError):
             return []
 
@@ -162,10 +162,12 @@ class Runs:
         job = self.jobs.get(place.id)
         if job is not None:
             return list(job.arguments)
-        name = "pipeline.yaml" if place.kind == "pipeline" else "campaign.yaml"
+        name = {"pipeline": "pipeline.yaml", "study": "tune.yaml"}.get(place.kind, "campaign.yaml")
         if not (place.path / name).is_file():
             raise Conflict(f"{place.id} was not made by a campaign: there is nothing to go on with")
-        return arguments_for(place.path / name, place.path, pipeline=place.kind == "pipeline")
+        online = (place.path / "online.json").exists()
+        verb = _VERBS[place.kind] if not online else "online"
+        return arguments_for(place.path / name, place.path, verb=verb)
 
     def _stop(self, place: Place, how: Literal["drain", "cancel"]) -> None:
         """Ours by its process; one of a command line through its campaign's controller, which reads commands."""

@@ -13,14 +13,16 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from exitwave.ingest.errors import UsageError
 from exitwave.workflows.campaigns import is_parametric
 from exitwave.workflows.config import Document, apply_overrides, dump_yaml, is_pipeline, parse_document, validate
 from exitwave.workflows.service.catalogue import NAME
 
-__all__ = ["arguments_for", "checked", "write_new"]
+__all__ = ["Verb", "arguments_for", "checked", "verb_of", "write_new"]
+
+Verb = Literal["simulate", "run", "online", "tune"]
 
 _COMMAND_KEYS = ("prologue", "directives", "python")
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:@%+-]{0,200}")
@@ -136,6 +138,16 @@ def write_new(document: Document, *, name: str, root: Path) -> Path:
     return path
 
 
-def arguments_for(configuration: Path, out: Path, *, pipeline: bool) -> list[str]:
+def arguments_for(configuration: Path, out: Path, *, verb: Verb) -> list[str]:
     """The command line that does it, and goes on with it when given again."""
-    return ["run" if pipeline else "simulate", str(configuration), "--out", str(out)]
+    words = ["run", str(configuration), "--online"] if verb == "online" else [verb, str(configuration)]
+    return [*words, "--out", str(out)]
+
+
+def verb_of(document: Document) -> Verb:
+    """What a submitted configuration asks for: a section `tune` for a search, `online` for training meanwhile."""
+    if not is_pipeline(document):
+        return "simulate"
+    if "tune" in document.data:
+        return "tune"
+    return "online" if "online" in document.data else "run"

@@ -67,9 +67,10 @@ function progressOf(run) {
   const training = run.training;
   if (run.state === "finished" && training?.step && samples.planned && !samples.failed)
     return [1, 0, `${samples.committed.toLocaleString("en")} samples, ${training.step.toLocaleString("en")} steps`];
-  if (training?.total_steps && !(samples.planned && samples.committed < samples.planned && run.kind !== "online"))
+  if (run.kind === "study" && run.trials?.planned && !(samples.planned && samples.committed < samples.planned))
+    return [run.trials.done / run.trials.planned, 0, `${run.trials.done} of ${run.trials.planned} trials`];
+  if (training?.total_steps && !(samples.planned && samples.committed < samples.planned))
     return [training.step / training.total_steps, 0, `step ${training.step.toLocaleString("en")} of ${training.total_steps.toLocaleString("en")}`];
-  if (run.trials?.planned) return [run.trials.done / run.trials.planned, 0, `${run.trials.done} of ${run.trials.planned} trials`];
   if (!samples.planned) return null;
   return [samples.committed / samples.planned, samples.failed / samples.planned,
     `${samples.committed.toLocaleString("en")} of ${samples.planned.toLocaleString("en")} samples`];
@@ -84,7 +85,7 @@ async function showRuns() {
     const rate = ["running", "stopping"].includes(run.state) && run.status?.rate_samples_per_s;
     return element("tr", {},
       element("td", {}, element("a", { href: `${root}/runs/${run.id}` }, run.id.replaceAll("~", " / ")),
-        element("span", { class: "soft" }, run.kind)),
+        element("span", { class: "soft" }, [run.kind, run.mode].filter(Boolean).join(", "))),
       element("td", {}, element("span", { class: badge(run) }, run.state)),
       element("td", {}, ...(how ? [bar(how[0], how[1]), how[2]] : [])),
       element("td", { class: "n" }, rate ? `${number(rate)} / s` : ""),
@@ -112,7 +113,7 @@ function showRun(run) {
   const failed = status.shards?.failed ?? 0;
   const whole = samples.planned > 0 && samples.committed === samples.planned;
   $("[data-fact=state]").className = badge(run);
-  fact("kind", run.kind);
+  fact("kind", [run.kind, run.mode].filter(Boolean).join(", "));
   fact("state", run.state);
   fact("why", run.why ?? "");
   const how = progressOf(run);

@@ -56,8 +56,9 @@ PEER = Path(__file__).with_name("py4dstem_ptychography.py")
 _NOTHING = ("C12_A", "C21_A", "C23_A", "C30_A", "C32_A", "C34_A", "C50_A", "tilt_x_mrad", "tilt_y_mrad")
 _BLURRING = ("source_fwhm_A", "scan_jitter_A")
 ONE_SLICE: tuple[dict[str, Any], ...] = ({}, {"plane": 0.5})
-SLICES: tuple[dict[str, Any], ...] = tuple(
-    {"slice_A": thickness, "identical": alike} for thickness in (20.0, 10.0) for alike in (False, True)
+SLICES: tuple[dict[str, Any], ...] = (
+    *({"slice_A": thickness, "identical": alike} for thickness in (20.0, 10.0) for alike in (False, True)),
+    {"slice_A": 5.0},
 )
 CHANGES: tuple[dict[str, Any], ...] = (
     {"step": 1.0},

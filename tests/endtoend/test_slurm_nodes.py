@@ -42,8 +42,8 @@ train:
 ranks: 2
 launch:
   nodes: 2
-  warning_s: WARNING
-  slurm: { walltime: "WALLTIME", memory_per_worker: 2GB }
+  warning_s: 60
+  slurm: { walltime: "00:10:00", memory_per_worker: 2GB }
 """
 
 
@@ -68,10 +68,9 @@ def slurm(tmp_path: Path) -> Iterator[SlurmStandIn]:
         stand_in.close()
 
 
-def write(folder: Path, *, walltime: str = "00:10:00", warning_s: int = 60) -> Path:
+def write(folder: Path) -> Path:
     path = folder / "line.yaml"
-    text = TRAINING.replace("STEPS", str(STEPS)).replace("WALLTIME", walltime).replace("WARNING", str(warning_s))
-    path.write_text(text)
+    path.write_text(TRAINING.replace("STEPS", str(STEPS)))
     return path
 
 
@@ -135,9 +134,9 @@ class Job:
         return sorted(p for p in (self.run / ".slurm").glob("*-*") if p.is_dir())
 
 
-def submit(slurm: SlurmStandIn, folder: Path, data: Path, **how: Any) -> Job:
+def submit(slurm: SlurmStandIn, folder: Path, data: Path) -> Job:
     process = subprocess.Popen(
-        command(write(folder, **how), data, folder / "run"),
+        command(write(folder), data, folder / "run"),
         env=environment(slurm, folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     return Job(process, folder / "run", slurm)
@@ -191,11 +190,15 @@ def test_preempted_in_mid_training_it_goes_on_after_the_queue(
 def test_at_the_walltime_it_leaves_a_checkpoint_and_is_queued_again(
     slurm: SlurmStandIn, tmp_path: Path, data: Path, alone: list[float]
 ) -> None:
-    job = submit(slurm, tmp_path, data, walltime="00:00:32", warning_s=15)
+    job = submit(slurm, tmp_path, data)
+    job.wait_for(job.at_step(12))
+    (number,) = slurm.jobs()
+    slurm.shorten(number, 60)  # as long as the warning is
     job.end()
     assert losses(job.run) == alone
-    (row,) = slurm.jobs().values()
-    assert row["state"] == "COMPLETED"
+    assert slurm.jobs()[number]["state"] == "COMPLETED" and slurm.jobs()[number]["runs"] == 2
+    assert (job.attempts()[0] / "ended").read_text().strip() == "75"
+    assert next(e["step"] for e in events(job.run) if e["kind"] == "train_resumed") > 11
 
 
 @pytest.mark.long

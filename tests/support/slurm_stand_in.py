@@ -86,6 +86,11 @@ class SlurmStandIn:
         with locked(self.folder):
             change(self.folder, job, order="preempt", warning_s=warning_s)
 
+    def shorten(self, job: str, seconds: float) -> None:
+        """The walltime of this run of the job ends in so many seconds."""
+        with locked(self.folder):
+            change(self.folder, job, until=time.monotonic() + seconds)
+
     def end_node(self, name: str) -> None:
         """Kill all that runs on a node that is a network namespace."""
         space = json.loads((self.folder / "nodes.json").read_text())[name][-1]
@@ -202,7 +207,7 @@ def run(folder: Path, job: str) -> int:
     while _wait_for_slot(folder, job):
         end = _run_once(folder, job)
         with locked(folder):
-            row = change(folder, job, order="")
+            row = change(folder, job, order="", until=0.0)
             if end not in ("PREEMPTED", "REQUEUED") or not row["requeue"]:
                 change(folder, job, state=end)
                 return 0
@@ -261,6 +266,9 @@ def _run_once(folder: Path, job: str) -> str:
     while process.poll() is None:
         now = read(folder)[job] if (folder / "jobs").exists() else {"order": "cancel"}
         order = now["order"]
+        if now.get("until") and warning and end != now["until"]:
+            end = now["until"]
+            warn_at = end - int(warning[3])
         if order == "preempt" and not preempted_at:
             preempted_at = time.monotonic() + now.get("warning_s", 0.0)
             warn_at = 0.0 if warning and now.get("warning_s") else float("inf")

@@ -11,7 +11,7 @@ from exitwave.ingest.errors import UsageError
 from exitwave.simulate.cluster_spec import SlurmSpec
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.workflows.config import apply_overrides, dump_yaml, is_pipeline, parse_document, validate
-from exitwave.workflows.pipeline import _claim, _resolved
+from exitwave.workflows.pipeline_folder import _resolved, claim
 from exitwave.workflows.pipeline_spec import PipelineSpec, read_sections
 from exitwave.workflows.scaffold import template_names, template_text
 from exitwave.workflows.tune import _resolved as _resolved_search
@@ -63,9 +63,9 @@ def test_a_folder_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     for name in set(old["train"]) - spec.train.model_fields_set:
         del old["train"][name]
     (tmp_path / "pipeline.yaml").write_text(dump_yaml(old))
-    assert _claim(tmp_path, spec, fresh=False)
+    assert claim(tmp_path, spec, fresh=False)
     with pytest.raises(UsageError, match=r"train\.batch"):
-        _claim(tmp_path, read(template_text("quickstart"), PipelineSpec, "train.batch=3"), fresh=False)
+        claim(tmp_path, read(template_text("quickstart"), PipelineSpec, "train.batch=3"), fresh=False)
 
 
 def test_sections_are_set_by_their_names_whatever_the_verb() -> None:

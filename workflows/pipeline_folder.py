@@ -12,7 +12,7 @@ from exitwave.ingest.arrivals import ReservoirSettings
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import write_atomic
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.config import differences, dump_yaml, read_resolved, resolved_comment
+from exitwave.workflows.config import differences, dump_yaml, load_document, read_resolved, resolved_comment, validate
 from exitwave.workflows.pipeline_spec import PipelineSpec
 from exitwave.workflows.provenance import git_commit, versions
 
@@ -55,7 +55,7 @@ def claim(out: Path, spec: PipelineSpec, *, fresh: bool) -> bool:
         for name in _OURS:
             _remove(out / name)
     if path.exists():
-        before = read_resolved(path)
+        before = _read_again(path)
         changed = differences(_what(before), _what(now))
         if changed:
             lines = "\n  ".join(changed)
@@ -115,6 +115,15 @@ def _resolved(spec: PipelineSpec) -> dict[str, Any]:
     structures = data["campaign"]["structures"]
     data["campaign"]["structures"] = [{k: v for k, v in s.items() if v not in (None, [], "")} for s in structures]
     return {key: value for key, value in data.items() if value is not None}  # a section that is not there
+
+
+def _read_again(path: Path) -> dict[str, Any]:
+    """What an earlier attempt resolved, with the defaults of keys that came since; as it stands where it is no pipeline
+    to this version."""
+    try:
+        return _resolved(validate(load_document(path), PipelineSpec))
+    except UsageError:
+        return read_resolved(path)
 
 
 def _what(configuration: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from exitwave.ingest.arrivals import ReservoirSettings
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import EventLog
 from exitwave.simulate.live import LiveStatus
@@ -70,12 +71,11 @@ def run_pipeline(
     began = time.monotonic()
     planned = plan_campaign(document, spec.campaign, ("campaign",), session=session)
     planned = dataclasses.replace(planned, section=spec.cluster)
-    if online:
-        _refuse_unfit_for_online(spec, planned)
+    settings = _online_settings(spec, planned) if online else None
     refuse_foreign(out)
     with locked(out):
         resumed = claim(out, spec, fresh=fresh)
-        refuse_the_other_way(out / "train", spec.train, online=online)
+        refuse_the_other_way(out / "train", spec.train, settings)
         log = EventLog(out / "events.jsonl")
         log.emit("pipeline_started", name=spec.name, resumed=resumed)
         if resumed:
@@ -100,15 +100,18 @@ def run_pipeline(
     return _document(out, report, metrics, failed=failed, seconds=seconds)
 
 
-def _refuse_unfit_for_online(spec: PipelineSpec, planned: Planned) -> None:
-    """UsageError, before anything is made, for a pipeline whose training cannot begin early."""
+def _online_settings(spec: PipelineSpec, planned: Planned) -> ReservoirSettings:
+    """What the order of samples follows from.
+
+    UsageError, before anything is made, for a pipeline whose training cannot begin early.
+    """
     from exitwave.train.online import refuse_unfit
     from exitwave.workflows.online_spec import OnlineSection, settings_of
 
     if spec.adaptive is not None:
         raise UsageError("--online: the rounds of an adaptive campaign are trained between, not beside; leave one out")
     refuse_unfit(spec.train)
-    settings_of(spec.online or OnlineSection(), planned.plan, spec.train)
+    return settings_of(spec.online or OnlineSection(), planned.plan, spec.train)
 
 
 def _document(out: Path, report: Path, metrics: Mapping[str, Any], *, failed: int, seconds: float) -> dict[str, Any]:

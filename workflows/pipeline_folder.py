@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from exitwave.ingest.arrivals import ReservoirSettings
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import write_atomic
 from exitwave.train.spec import TrainSpec
@@ -71,26 +72,41 @@ def claim(out: Path, spec: PipelineSpec, *, fresh: bool) -> bool:
     return resumed
 
 
-def refuse_the_other_way(run: Path, spec: TrainSpec, *, online: bool) -> None:
-    """A training that has begun keeps its order of samples; said now, and not when the campaign is over."""
-    try:
-        before = json.loads((run / "train.json").read_text())
-    except (OSError, ValueError):
+def refuse_the_other_way(run: Path, spec: TrainSpec, online: ReservoirSettings | None) -> None:
+    """A training that has begun keeps its order of samples; said now, and not when the campaign is over.
+
+    `online`: what that order would follow from now, None without --online.
+    """
+    before = _identity(run)
+    if not before or trained(run, spec):
         return
-    began = before.get("online") is not None
-    if began != online and not trained(run, spec):
+    then = before.get("online")
+    if (then is None) != (online is None):
+        began = "without" if then is None else "with"
         raise UsageError(
-            f"{run.parent}: its training began {'with' if began else 'without'} --online and goes on so. Give the same "
-            f"command {'with' if began else 'without'} it, or --fresh to start again."
+            f"{run.parent}: its training began {began} --online and goes on so. Give the same command {began} it, or "
+            "--fresh to start again."
+        )
+    now = None if online is None else online.to_json()
+    if changed := differences(then or {}, now or {}):
+        lines = "\n  ".join(changed)
+        raise UsageError(
+            f"{run.parent}: its training began with another section `online:`, from which its order of samples "
+            f"follows:\n  {lines}\nGive that back, or remove {run} to train again on the samples that are there."
         )
 
 
 def trained(run: Path, spec: TrainSpec) -> bool:
+    return (run / "model.pt").exists() and _identity(run).get("spec") == spec.canonical()
+
+
+def _identity(run: Path) -> dict[str, Any]:
+    """What a training's folder says it is; nothing where that cannot be read: the ranks will say what is wrong."""
     try:
         identity = json.loads((run / "train.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return (run / "model.pt").exists() and identity.get("spec") == spec.canonical()
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return identity if isinstance(identity, dict) else {}
 
 
 def _resolved(spec: PipelineSpec) -> dict[str, Any]:

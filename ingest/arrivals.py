@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ __all__ = [
 
 ARRIVALS_NAME = "arrivals.jsonl"
 _FORMAT = "exitwave-arrivals"
+_MOST_STEPS = 2.0**53  # a max_reuse may be any number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,14 @@ class ReservoirSettings:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ReservoirSettings:
-        return cls(**{field.name: data[field.name] for field in fields(cls)})
+        """DamagedDataError where a number is not there, or is none."""
+        try:
+            planned, watermark, capacity = (int(data[name]) for name in ("planned", "watermark", "capacity"))
+            return cls(planned=planned, watermark=watermark, capacity=capacity, max_reuse=float(data["max_reuse"]))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise DamagedDataError(
+                f"settings of a reservoir expected, one is not there or no number ({error})"
+            ) from None
 
 
 def steps_allowed(settings: ReservoirSettings, *, batch: int, arrived: int, ended: bool) -> int | None:
@@ -76,7 +84,7 @@ def steps_allowed(settings: ReservoirSettings, *, batch: int, arrived: int, ende
     """
     if ended or arrived >= settings.planned:
         return None
-    return max(1, int(settings.max_reuse * arrived / batch + 1e-9))
+    return max(1, int(min(settings.max_reuse * arrived / batch + 1e-9, _MOST_STEPS)))
 
 
 def may_begin(settings: ReservoirSettings, *, arrived: int, val: int, val_planned: int) -> bool:
@@ -126,7 +134,7 @@ def read_log(path: Path) -> dict[str, Any]:
         UsageError: there is none.
         DamagedDataError: it is none, or its lines contradict each other.
     """
-    events = read_events(path)
+    events = read_events(path) if path.is_file() else []
     if not events:
         raise UsageError(f"{path}: no log of arrivals is there; only a training of `exitwave run --online` has one")
     if events[0].get("format") != _FORMAT or events[0].get("version") != 1:
@@ -136,6 +144,8 @@ def read_log(path: Path) -> dict[str, Any]:
         finished = next((int(e["step"]) for e in events if e["kind"] == "finished"), None)
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedDataError(f"{path}: a line lacks its numbers ({error})") from None
+    if finished is not None and not entries:
+        raise DamagedDataError(f"{path}: tells of the last step, and of no sample that was there for it")
     if not _rising(entries):
         raise DamagedDataError(f"{path}: steps or lines of the manifest do not rise from entry to entry")
     arrived = [event for event in events if event["kind"] == "arrived"]

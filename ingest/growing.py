@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from exitwave.ingest.dataset import Dataset
-from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 from exitwave.ingest.order import partition
@@ -277,7 +277,7 @@ class ReservoirSampler:
         ):
             return
         path = self.dataset.root / BACKPRESSURE_NAME
-        with contextlib.suppress(OSError):  # a read-only data set: its campaign is over, or not ours to slow
+        with contextlib.suppress(OSError, ExitwaveError):  # read-only: its campaign is over, or not ours to slow; full
             if hold:
                 why = f"{waiting} samples wait for a place among {self.reservoir.capacity} not yet seen"
                 write_atomic(path, json.dumps({"hold": True, "why": why, "time": time.time()}).encode())
@@ -340,5 +340,5 @@ def held_back(root: Path, *, min_free_bytes: int = 0) -> str | None:
         found = json.loads((Path(root) / BACKPRESSURE_NAME).read_bytes())
         fresh = 0 <= time.time() - float(found["time"]) < _STALE_S
         return str(found["why"]) if found["hold"] and fresh else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -78,7 +78,8 @@ class SlurmSpec(StrictModel):
             "directives": tuple(site.get("job-extra-directives") or ()),
             "prologue": tuple(site.get("job-script-prologue") or ()),
         }
-        new = {k: v for k, v in found.items() if v and k not in self.model_fields_set}
+        said = {k for k in self.model_fields_set if getattr(self, k) not in (None, ())}  # a resolved file says null
+        new = {k: v for k, v in found.items() if v and k not in said}
         return SlurmSpec.model_validate({**self.model_dump(exclude_unset=True), **new})
 
 

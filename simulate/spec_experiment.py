@@ -99,7 +99,8 @@ class SamplingSpec(StrictModel):
 
     @model_validator(mode="after")
     def _one_semiangle(self) -> SamplingSpec:
-        if self.touching_discs and "semiangle_mrad" in self.model_fields_set:
+        default = type(self).model_fields["semiangle_mrad"].default  # as a resolved file says it
+        if self.touching_discs and self.semiangle_mrad != default:
             raise ValueError("touching_discs decides on the semi-angle: leave semiangle_mrad away, or touching_discs")
         return self
 

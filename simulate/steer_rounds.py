@@ -110,6 +110,15 @@ class Round:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Round:
+        made = cls._of(data)
+        if any(len(row.cell) != len(made.axes) for row in made.cells):
+            raise ValueError("a region has not as many numbers as there are axes")
+        if any(not pick.indices or len(pick.indices) != len(pick.uids) for pick in made.picks):
+            raise ValueError("a structure was picked without samples, or with more or fewer uids")
+        return made
+
+    @classmethod
+    def _of(cls, data: Mapping[str, Any]) -> Round:
         return cls(
             number=int(data["number"]),
             split=str(data["split"]),
@@ -126,8 +135,8 @@ class Round:
                 for p in data["picks"]
             ),
             budget_s=float(data["budget_s"]),
-            options=data["options"],
-            judge=data["judge"],
+            options=dict(data["options"]),
+            judge=dict(data["judge"]),
         )
 
 

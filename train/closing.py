@@ -113,7 +113,7 @@ def _save_model(training: Training) -> None:
     if training.arrivals is not None:
         assert isinstance(training.dataset, GrowingDataset)
         training.arrivals.finish(training.step)
-        known = training.dataset.until(training.arrivals.seq_of(training.step - 1))
+        known = training.dataset.until(training.arrivals.seq_of(max(0, training.step - 1)))
         measured = whole_measure(measured, training.task.measure(known))
     with nullcontext() if training.ema is None else training.ema.in_place():
         training.task.save(

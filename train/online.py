@@ -45,6 +45,7 @@ __all__ = [
     "open_arrivals",
     "open_growing",
     "read_online",
+    "refuse_replay",
     "refuse_unfit",
     "reservoir_sampler",
     "whole_measure",
@@ -104,6 +105,17 @@ def refuse_unfit(spec: TrainSpec) -> None:
         raise UsageError("--online: the order comes from the reservoir; leave train.data.window out")
 
 
+def refuse_replay(spec: TrainSpec, replay: Path, out: Path) -> None:
+    """UsageError where doing it again would be another training, or would begin with deleting what it is to follow."""
+    if spec.max_seconds is not None:
+        raise UsageError(
+            "--replay: a training that time ends (train.max_seconds) takes other steps, with other rates of learning, "
+            "each time; only one that epochs or steps alone end can be done again"
+        )
+    if replay.parent.resolve() == out.resolve():
+        raise UsageError(f"--replay: {replay} is the log of {out} itself; give another --out")
+
+
 def open_growing(
     spec: TrainSpec, data: Path, fields: tuple[str, ...], online: Online, ranks: Ranks, plan: DataPlan
 ) -> GrowingDataset:
@@ -158,8 +170,9 @@ class Arrivals:
         if self.online.replay is not None:
             then = read_log(self.online.replay)
             refuse_difference(self.online.replay, then["header"], header)
-            for step, seq in then["entries"][len(self._log.entries) :]:
-                self._log.append(step, seq)
+            for told in then["arrived"][len(self._log.entries) :]:
+                facts = {key: told[key] for key in ("samples", "shards_digest") if key in told}
+                self._log.append(int(told["step"]), int(told["seq"]), **facts)
         self._check_shards(dataset, path)
         return self._log.entries
 

@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from exitwave.ingest.errors import UsageError
+from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.ingest.files import write_atomic
 from exitwave.simulate.plan import Plan
 from exitwave.simulate.steer import Axis, Cell, Tally, quotas, samples_for, shares, smoothed, tallies
@@ -69,6 +71,8 @@ def run_rounds(
 ) -> tuple[Plan, int]:
     """All rounds; the plan with all of them, and how many shards failed. `folder`: RUN/rounds."""
     plan, failed = base, 0
+    if not trained_structures(base):
+        raise UsageError("adaptive: the campaign has no sample for training, so there is nothing to steer")
     split = _judged_split(section, spec)
     if section.uniform_share < 1 and split != STEER_SPLIT and split not in {task.split for task in base.tasks}:
         raise UsageError(
@@ -164,6 +168,12 @@ def _judged(plan: Plan, axes: Sequence[Axis], errors: Sequence[Judged], split: s
         if task.split == split
         for sample in task.samples()
     }
+    strange = [row.uid for row in errors if row.uid not in cells]
+    if strange:
+        raise UsageError(
+            f"adaptive: {len(strange)} of {len(errors)} samples that were judged are none of this campaign's split "
+            f"{split!r} (uid {strange[0]}); remove errors.json of the last of RUN/{FOLDER}, it is made again"
+        )
     return tallies([(cells[row.uid], row.loss) for row in sorted(errors, key=lambda row: row.uid)])
 
 
@@ -217,23 +227,47 @@ def judging_spec(section: AdaptiveSection, spec: TrainSpec) -> TrainSpec:
 def judge_final(
     plan: Plan, dataset: Path, folder: Path, train: Path, section: AdaptiveSection, spec: TrainSpec
 ) -> None:
-    """What the trained network gets wrong on the samples that judged, by region and by sample: rounds/final.json."""
+    """What the trained network gets wrong on the samples that judged, by region and by sample: rounds/final.json.
+
+    Nothing is decided by it: a sample whose loss is no number is named, and left out.
+    """
     path = folder / "final.json"
     done = path.exists() and path.stat().st_mtime_ns >= (train / "model.pt").stat().st_mtime_ns
     if section.uniform_share >= 1 or done:
         return
     split = _judged_split(section, spec)
     errors = judge(train, dataset, split)
-    cells = _judged(plan, axes_of(section, plan), errors, split)
-    rows = [{"cell": cell, "n": found.n, "error": found.total / found.n} for cell, found in sorted(cells.items())]
-    content = {"split": split, "cells": rows, "errors": [dataclasses.asdict(row) for row in errors]}
+    content = {"split": split, **_by_region(plan, axes_of(section, plan), errors, split)}
     folder.mkdir(exist_ok=True)
     write_atomic(path, json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n")
 
 
+def _by_region(plan: Plan, axes: Sequence[Axis], errors: Sequence[Judged], split: str) -> dict[str, Any]:
+    """`cells`, `errors` sample by sample, and the uids of those that are `no_numbers`."""
+    numbers = [row for row in errors if math.isfinite(row.loss) and math.isfinite(row.mse_VA2)]
+    cells = _judged(plan, axes, numbers, split)
+    return {
+        "cells": [{"cell": c, "n": found.n, "error": found.total / found.n} for c, found in sorted(cells.items())],
+        "errors": [dataclasses.asdict(row) for row in numbers],
+        "no_numbers": sorted({row.uid for row in errors} - {row.uid for row in numbers}),
+    }
+
+
 def read_errors(path: Path) -> tuple[Judged, ...]:
-    """What a network that judged a round got wrong, sample by sample."""
-    return tuple(Judged(**row) for row in json.loads(path.read_text()))
+    """What a network that judged a round got wrong, sample by sample.
+
+    Raises DamagedDataError for a file that is none of this.
+    """
+    try:
+        rows = tuple(Judged(**row) for row in json.loads(path.read_text()))
+        if not all(isinstance(row.uid, int) and isinstance(row.loss, float | int) for row in rows):
+            raise ValueError("a uid or a loss is no number")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedDataError(
+            f"{path}: expected the errors of a network that judged, could not read them ({error}). Remove the file: "
+            "the same command makes it again"
+        ) from error
+    return rows
 
 
 def _told(made: Round) -> str:

@@ -282,7 +282,7 @@ def _put(data: Any, parts: Sequence[str], value: Any, option: str) -> KeyPath:
 
 # --- sections and validation ----------------------------------------------------------------------------------------
 
-_SECTIONS = ("campaign", "cluster", "stage", "train", "ranks", "launch", "evaluate", "tune")
+_SECTIONS = ("campaign", "cluster", "stage", "train", "ranks", "launch", "evaluate", "adaptive", "online", "tune")
 
 
 def is_pipeline(document: Document) -> bool:

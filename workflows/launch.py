@@ -177,6 +177,10 @@ def prepare_run(
         require_split(data, spec.train_split)
         if (found := completeness(data)) is not None and found.sentence:
             session.note(f"{data}: {found.sentence} The training uses what is there.")
+    if replay is not None:
+        from exitwave.train.online import refuse_replay
+
+        refuse_replay(spec, replay, out)
     refuse_other(out, spec, data, fresh=fresh, online=online, replay=replay)
     clear_rank_errors(out)
     resolved = out / "train.yaml"

@@ -49,7 +49,7 @@ class LaunchSection(StrictModel):
     @field_validator("slurm")
     @classmethod
     def _of_a_training(cls, value: SlurmSpec) -> SlurmSpec:
-        if "workers_per_job" in value.model_fields_set:
+        if value.workers_per_job != SlurmSpec.model_fields["workers_per_job"].default:  # as a resolved file says it
             raise ValueError("workers_per_job is for campaigns; here `ranks` and `nodes` say how many share a node")
         return value
 

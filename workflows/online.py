@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exitwave.ingest.errors import ExitwaveError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.files import write_atomic
 from exitwave.ingest.growing import BACKPRESSURE_NAME
@@ -127,7 +126,7 @@ class OnlineRun:
         finally:
             self._ended.set()
 
-    def _training(self, ranks: int) -> ExitwaveError | None:
+    def _training(self, ranks: int) -> Exception | None:
         """What it failed with, if it did."""
         if not self._await_manifest():
             return None
@@ -137,7 +136,7 @@ class OnlineRun:
                     self.session, self.spec, self.dataset, self.folder,
                     ranks=ranks, cache=None, fresh=False, feed=self._tell, online=self.folder / SETTINGS_NAME,
                 )  # fmt: skip
-        except ExitwaveError as error:
+        except Exception as error:  # whatever it is: the campaign's samples are needed anyway
             if not self._ended.is_set() and not self.session.stop.is_set():
                 self.session.note(f"train: {error}\nThe campaign goes on to its end.")
             return error

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from exitwave.ingest.errors import UsageError
+from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.simulate.steer_rounds import Round, read_rounds, steered, write_round
 from exitwave.train.judge import Judged
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.adaptive import Hands, judging_spec, next_round, run_rounds
+from exitwave.workflows.adaptive import Hands, _by_region, judging_spec, next_round, read_errors, run_rounds
 from exitwave.workflows.adaptive_facts import adaptive_facts, adaptive_status
 from exitwave.workflows.adaptive_spec import AdaptiveSection, conflict
 
@@ -178,3 +178,49 @@ def test_the_judge_is_trained_as_the_network_but_for_its_length() -> None:
     assert (made.steps, made.epochs, made.eval_every_steps, made.trackers) == (7, None, None, ())
     assert made.model == SPEC.model
     assert made.seed == SPEC.seed
+
+
+def test_a_campaign_that_trains_on_nothing_is_not_steered(base: Plan, tmp_path: Path) -> None:
+    plan = dataclasses.replace(base, tasks=())  # each of its samples for training was rejected
+    hands = Hands(simulate=_refuse, train=_refuse, note=print)
+    with pytest.raises(UsageError, match="no sample for training"):
+        run_rounds(plan, tmp_path, tmp_path, section(), SPEC, hands)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '[{"uid": 1}]', '[{"uid":"x","loss":1,"mse_VA2":1,"thickness_A":1}]', "7"])
+def test_errors_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "errors.json").write_text(text)
+    with pytest.raises(DamagedDataError, match="makes it again"):
+        read_errors(tmp_path / "errors.json")
+
+
+def test_errors_of_other_samples_are_named(base: Plan, dataset: Path) -> None:
+    plan = steered(base, dataset)
+    strange = dataclasses.replace(_errors(plan)[0], uid=5)
+    with pytest.raises(UsageError, match=r"1 of 17 samples .* \(uid 5\)"):
+        _decided(plan, [*_errors(plan), strange])
+
+
+def test_a_loss_that_is_no_number_does_not_cost_the_report(base: Plan, dataset: Path) -> None:
+    plan = steered(base, dataset)
+    errors = _errors(plan)
+    errors[3] = dataclasses.replace(errors[3], loss=float("nan"))
+    told = _by_region(plan, read_rounds(dataset)[0].axes, errors, "steer")
+    json.dumps(told, allow_nan=False)
+    assert sum(row["n"] for row in told["cells"]) == len(told["errors"]) == 15
+    assert told["no_numbers"] == [errors[3].uid]
+
+
+def test_a_round_with_numbers_missing_is_damaged(base: Plan, dataset: Path, tmp_path: Path) -> None:
+    path = tmp_path / "steering" / "round-0000.json"
+    path.parent.mkdir()
+    good = json.loads((dataset / "steering" / "round-0000.json").read_text())
+    for changes in (
+        {"picks": [{**good["picks"][0], "indices": [], "uids": []}]},
+        {"picks": [{**good["picks"][0], "uids": good["picks"][0]["uids"][1:]}]},
+        {"cells": [{**good["cells"][0], "cell": [0]}]},
+        {"options": 3},
+    ):
+        path.write_text(json.dumps({**good, **changes}))
+        with pytest.raises(DamagedDataError, match="could not read it"):
+            steered(base, tmp_path)

@@ -21,7 +21,8 @@ from exitwave.workflows.commands import app
 from exitwave.workflows.doctor import examine
 from exitwave.workflows.doctor_site import check_slurm, check_tls
 from exitwave.workflows.launch import EventTail, why_ranks_ended
-from exitwave.workflows.pipeline import _claim, _refuse_foreign, read_pipeline
+from exitwave.workflows.pipeline import read_pipeline
+from exitwave.workflows.pipeline_folder import claim, refuse_foreign
 from exitwave.workflows.rank import check_mesh
 from exitwave.workflows.scaffold import template_names, template_text, write_template
 from exitwave.workflows.session import json_text
@@ -251,24 +252,24 @@ def test_a_run_belongs_to_one_configuration(tmp_path: Path) -> None:
     path, out = write_pipeline(tmp_path), tmp_path / "run"
     out.mkdir()
     _, spec = read_pipeline(path)
-    assert _claim(out, spec, fresh=False) is False
-    assert _claim(out, spec, fresh=False) is True
+    assert claim(out, spec, fresh=False) is False
+    assert claim(out, spec, fresh=False) is True
     _, elsewhere = read_pipeline(path, ["cluster.workers=1", "ranks=1", "stage.capacity=1GB"])
-    assert _claim(out, elsewhere, fresh=False) is True  # where it runs is no part of what it is
+    assert claim(out, elsewhere, fresh=False) is True  # where it runs is no part of what it is
     _, other = read_pipeline(path, ["campaign.seed=6", "train.batch=2"])
     with pytest.raises(UsageError) as caught:
-        _claim(out, other, fresh=False)
+        claim(out, other, fresh=False)
     assert "campaign.seed: was 5, now 6" in str(caught.value) and "train.batch: was 4, now 2" in str(caught.value)
     (out / "dataset").mkdir()
     (out / "mine.txt").write_text("kept")
-    assert _claim(out, other, fresh=True) is False
+    assert claim(out, other, fresh=True) is False
     assert not (out / "dataset").exists() and (out / "mine.txt").exists()
 
 
 def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match=r"thesis\.tex"):
-        _refuse_foreign(tmp_path)
+        refuse_foreign(tmp_path)
 
 
 @pytest.mark.parametrize(

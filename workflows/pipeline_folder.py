@@ -1,0 +1,137 @@
+"""The folder of `exitwave run`: whose it is, and what of an earlier attempt stands in the way of this one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from exitwave.ingest.arrivals import ReservoirSettings
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import write_atomic
+from exitwave.train.spec import TrainSpec
+from exitwave.workflows.config import differences, dump_yaml, load_document, read_resolved, resolved_comment, validate
+from exitwave.workflows.pipeline_spec import PipelineSpec
+from exitwave.workflows.provenance import git_commit, versions
+
+__all__ = ["claim", "refuse_foreign", "refuse_the_other_way", "trained"]
+
+_OURS = (
+    "report.html",
+    "events.jsonl",
+    "train",
+    "rounds",
+    "cache",
+    "dataset",
+    "pipeline.yaml",
+)  # the identity goes last
+# where, with how many processes, another verb: may change between attempts
+_WHERE_NOT_WHAT = ("cluster", "ranks", "stage", "launch", "tune", "online")
+
+
+def refuse_foreign(out: Path) -> None:
+    """A folder with other people's files is never written into."""
+    if (out / "pipeline.yaml").exists() or not out.exists():
+        return
+    others = sorted(p.name for p in out.iterdir() if not p.name.startswith("."))
+    if others:
+        raise UsageError(
+            f"{out}: this folder was not made by `exitwave run` (no pipeline.yaml in it, but "
+            f"{', '.join(others[:3])}). Give "
+            "another --out."
+        )
+
+
+def claim(out: Path, spec: PipelineSpec, *, fresh: bool) -> bool:
+    """Make the folder this pipeline's; returns whether it already was. Called under the folder's lock.
+
+    Raises UsageError with the difference when it belongs to another configuration.
+    """
+    path = out / "pipeline.yaml"
+    now = _resolved(spec)
+    if path.exists() and fresh:
+        for name in _OURS:
+            _remove(out / name)
+    if path.exists():
+        before = _read_again(path)
+        changed = differences(_what(before), _what(now))
+        if changed:
+            lines = "\n  ".join(changed)
+            raise UsageError(
+                f"{out}: was made with another configuration:\n  {lines}\nGive another --out, or --fresh to "
+                "delete what is "
+                "there and start again."
+            )
+        resumed = True
+    else:
+        resumed = False
+    made = {**versions(), "commit": git_commit() or "unknown"}
+    write_atomic(path, dump_yaml(now, comment=resolved_comment("A pipeline", made)).encode())
+    return resumed
+
+
+def refuse_the_other_way(run: Path, spec: TrainSpec, online: ReservoirSettings | None) -> None:
+    """A training that has begun keeps its order of samples; said now, and not when the campaign is over.
+
+    `online`: what that order would follow from now, None without --online.
+    """
+    before = _identity(run)
+    if not before or trained(run, spec):
+        return
+    then = before.get("online")
+    if (then is None) != (online is None):
+        began = "without" if then is None else "with"
+        raise UsageError(
+            f"{run.parent}: its training began {began} --online and goes on so. Give the same command {began} it, or "
+            "--fresh to start again."
+        )
+    now = None if online is None else online.to_json()
+    if changed := differences(then or {}, now or {}):
+        lines = "\n  ".join(changed)
+        raise UsageError(
+            f"{run.parent}: its training began with another section `online:`, from which its order of samples "
+            f"follows:\n  {lines}\nGive that back, or remove {run} to train again on the samples that are there."
+        )
+
+
+def trained(run: Path, spec: TrainSpec) -> bool:
+    return (run / "model.pt").exists() and _identity(run).get("spec") == spec.canonical()
+
+
+def _identity(run: Path) -> dict[str, Any]:
+    """What a training's folder says it is; nothing where that cannot be read: the ranks will say what is wrong."""
+    try:
+        identity = json.loads((run / "train.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return identity if isinstance(identity, dict) else {}
+
+
+def _resolved(spec: PipelineSpec) -> dict[str, Any]:
+    """Every default filled in; of a structure only what it says (the other kinds of source are no defaults)."""
+    data: dict[str, Any] = json.loads(json.dumps(spec.model_dump(mode="json")))
+    structures = data["campaign"]["structures"]
+    data["campaign"]["structures"] = [{k: v for k, v in s.items() if v not in (None, [], "")} for s in structures]
+    return {key: value for key, value in data.items() if value is not None}  # a section that is not there
+
+
+def _read_again(path: Path) -> dict[str, Any]:
+    """What an earlier attempt resolved, with the defaults of keys that came since; as it stands where it is no pipeline
+    to this version."""
+    try:
+        return _resolved(validate(load_document(path), PipelineSpec))
+    except UsageError:
+        return read_resolved(path)
+
+
+def _what(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in configuration.items() if key not in _WHERE_NOT_WHAT}
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

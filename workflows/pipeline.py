@@ -26,6 +26,7 @@ from exitwave.simulate.live import LiveStatus
 from exitwave.workflows.campaigns import Planned, plan_campaign
 from exitwave.workflows.config import Document, apply_overrides, is_pipeline, load_document, validate
 from exitwave.workflows.launch import locked
+from exitwave.workflows.pipeline_fit import misfit
 from exitwave.workflows.pipeline_folder import claim, refuse_foreign, refuse_the_other_way
 from exitwave.workflows.pipeline_line import Line
 from exitwave.workflows.pipeline_spec import PipelineSpec
@@ -71,6 +72,8 @@ def run_pipeline(
     began = time.monotonic()
     planned = plan_campaign(document, spec.campaign, ("campaign",), session=session)
     planned = dataclasses.replace(planned, section=spec.cluster)
+    if (lacks := misfit(spec, planned.plan)) is not None:
+        raise UsageError(f"{path}: {lacks}.")
     settings = _online_settings(spec, planned) if online else None
     refuse_foreign(out)
     with locked(out):

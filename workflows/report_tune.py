@@ -11,13 +11,13 @@ from typing import Any
 from exitwave.ingest.dataset import open_dataset
 from exitwave.ingest.events import read_events
 from exitwave.ingest.manifest import MANIFEST_NAME
-from exitwave.workflows.config import load_document
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.report_data import Picture, ReportData, StudyView, number
 from exitwave.workflows.report_facts import provenance, simulation_rates
 from exitwave.workflows.tune_figures import curves_png, history_png, parallel_png, slices_png
 from exitwave.workflows.tune_record import Study, Trial, best_trial, counts, fold
 from exitwave.workflows.tune_spec import TuneSpec
+from exitwave.workflows.tune_status import read_search
 
 __all__ = ["gather_study"]
 
@@ -26,8 +26,7 @@ def gather_study(folder: Path) -> ReportData:
     """What there is to say of a search, also while it runs. Raises UsageError where tune.yaml is damaged."""
     path = folder / "tune.yaml"
     configuration = path.read_text(encoding="utf-8", errors="replace")
-    resolved = load_document(path).data
-    tune = TuneSpec.model_validate(resolved["tune"])
+    resolved, tune = read_search(folder)
     study = fold(read_events(folder / "events.jsonl"))
     best = best_trial(study.trials, maximize=tune.objective.maximize)
     dataset = folder / "dataset"

@@ -14,6 +14,7 @@ from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.session import Session
 from exitwave.workflows.tables import status_table
 from exitwave.workflows.training_seen import FollowedTraining, TrainingSeen
+from exitwave.workflows.tune_status import failed_trials, is_study, study_progress, study_table
 
 __all__ = ["dataset_of", "failures_of", "show_status", "status_document"]
 
@@ -33,6 +34,11 @@ def dataset_of(folder: Path) -> tuple[Path, Path | None]:
             f"{folder}: this is the folder of a training; `exitwave report {folder}` shows how far it is. `status` is "
             "for a data set or the folder of an `exitwave run`."
         )
+    if is_study(folder):
+        raise UsageError(
+            f"{folder}: this is the folder of a search; its trials are not tried again. Its data set, where it has one "
+            f"of its own, is {folder / 'dataset'}."
+        )
     raise UsageError(f"{folder}: neither a data set (no {MANIFEST_NAME}) nor the folder of an `exitwave run`.")
 
 
@@ -44,6 +50,9 @@ def failures_of(folder: Path, *, states: Collection[str] = ()) -> list[dict[str,
     if unknown := set(states) - set(CLASSES):
         raise UsageError(f"--state {', '.join(sorted(unknown))}: one of {', '.join(CLASSES)} expected")
 
+    if is_study(folder):
+        own = failures_of(folder / "dataset", states=states) if (folder / "dataset" / MANIFEST_NAME).exists() else []
+        return [*own, *(row for row in failed_trials(folder) if not states or row["state"] in states)]
     dataset, run = dataset_of(folder)
     if run is None and not (dataset / "plan.json").exists():
         return []  # made of other data sets or files: no task that could have failed
@@ -51,26 +60,20 @@ def failures_of(folder: Path, *, states: Collection[str] = ()) -> list[dict[str,
 
 
 def status_document(folder: Path, *, training: TrainingSeen | None = None) -> dict[str, Any]:
-    """The contract's `status`, a sentence on who is at work (`state`), and for a RUN the parts of the line.
+    """The contract's `status`, a sentence on who is at work (`state`), for a RUN the parts of the line, for a STUDY
+    its trials.
 
     `training`: what a caller who comes again and again has seen of it already; else its log is read.
     """
     from exitwave.simulate.state import STEERING_NAME, campaign_status
 
+    if is_study(folder):
+        own = folder / "dataset"
+        return {**(status_document(own) if (own / MANIFEST_NAME).exists() else _nothing()), **study_progress(folder)}
     dataset, run = dataset_of(folder)
     if not (dataset / MANIFEST_NAME).exists():
         assert run is not None
-        return {
-            "samples": {"planned": 0, "committed": 0, "failed": 0, "rejected": 0},
-            "shards": {"pending": 0, "running": 0, "committed": 0, "failed": 0},
-            "rate_samples_per_s": None,
-            "eta_s": None,
-            "attempts": 0,
-            "cluster": None,
-            "dashboard": None,
-            "state": "nothing is committed yet",
-            "stages": _stages(run, training, whole=False),
-        }
+        return {**_nothing(), "stages": _stages(run, training, whole=False)}
     if not (dataset / "plan.json").exists():
         return _made_of_others(dataset)
     document: dict[str, Any] = campaign_status(dataset)
@@ -85,6 +88,20 @@ def status_document(folder: Path, *, training: TrainingSeen | None = None) -> di
     if run is not None:
         document["stages"] = _stages(run, training, whole=whole)
     return document
+
+
+def _nothing() -> dict[str, Any]:
+    """A campaign that has committed nothing, or is not here."""
+    return {
+        "samples": {"planned": 0, "committed": 0, "failed": 0, "rejected": 0},
+        "shards": {"pending": 0, "running": 0, "committed": 0, "failed": 0},
+        "rate_samples_per_s": None,
+        "eta_s": None,
+        "attempts": 0,
+        "cluster": None,
+        "dashboard": None,
+        "state": "nothing is committed yet",
+    }
 
 
 def _made_of_others(dataset: Path) -> dict[str, Any]:
@@ -135,4 +152,4 @@ def _stages(run: Path, training: TrainingSeen | None, *, whole: bool) -> dict[st
 def show_status(session: Session, folder: Path) -> None:
     """Once."""
     document = status_document(folder)
-    session.result(document, lambda: status_table(document))
+    session.result(document, lambda: study_table(document) if "trials" in document else status_table(document))

@@ -181,13 +181,14 @@ def simulate(
     "status",
     panel=DATA,
     purpose="Show how far a campaign is: samples and shards by state, rate, time left.",
-    more="Reads what is on disk, so it works from any terminal, while the campaign runs and after it died.",
-    example="exitwave status data/quick\nexitwave status data/quick --watch",
+    more="Reads what is on disk, so it works from any terminal, while the campaign runs and after it died. Of the "
+    "folder of `exitwave tune` it shows the trials.",
+    example="exitwave status data/quick\nexitwave status data/quick --watch\nexitwave status STUDY --json",
     then="`exitwave failures DATASET` if shards failed; `exitwave verify DATASET` when all are committed.",
     codes="0 shown; 2 no data set there.",
 )
 def status(
-    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="A data set, or the folder of an `exitwave run`.")],
+    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="A data set, or the folder of `run` or `tune`.")],
     watch: Annotated[bool, typer.Option("--watch", help="Redraw every second until it ends or Ctrl-C.")] = False,
     json: Json = False,
     quiet: Quiet = False,

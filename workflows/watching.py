@@ -17,6 +17,7 @@ from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.session import Session
 from exitwave.workflows.status import status_document
 from exitwave.workflows.training_seen import FollowedTraining
+from exitwave.workflows.tune_status import study_line, study_table
 
 __all__ = ["plain_line", "watch_status", "watch_view"]
 
@@ -56,7 +57,9 @@ def watch_status(session: Session, folder: Path) -> None:
 def _watch_lines(session: Session, document: dict[str, Any], look: Any) -> None:
     before = ""
     while True:
-        key = json.dumps([document["samples"], _ended(document), (document.get("trainer") or {}).get("step")])
+        key = json.dumps(
+            [document["samples"], _ended(document), document.get("trials"), (document.get("trainer") or {}).get("step")]
+        )
         if key != before:
             print(plain_line(document), flush=True)
             before = key
@@ -74,6 +77,8 @@ def _ended(document: Mapping[str, Any]) -> bool:
 
 def plain_line(document: Mapping[str, Any]) -> str:
     """`48 of 480 samples, running, 12 samples/s, about 36 s left, 3 attempts failed`"""
+    if "trials" in document:
+        return study_line(document)
     samples = document["samples"]
     words = [f"{samples['committed']} of {samples['planned']} samples", str(document["state"]).split(":")[0]]
     if document.get("running"):
@@ -100,6 +105,8 @@ def _failed_attempts(document: Mapping[str, Any]) -> int:
 
 def watch_view(document: Mapping[str, Any]) -> Group:
     """A bar of the shards by state, rate and time left, workers, attempts, why some failed, and the training."""
+    if "trials" in document:
+        return study_table(document)
     parts: list[Any] = [
         Text.assemble((str(document.get("name") or "campaign"), "bold"), "  ", (str(document["state"]), "cyan")),
         _bar(document["shards"]),

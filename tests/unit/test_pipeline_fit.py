@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 from line import write_pipeline
+from online_data import begin, commit
 
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.workflows.pipeline import read_pipeline, run_pipeline
 from exitwave.workflows.pipeline_fit import misfit
+from exitwave.workflows.pipeline_line import _committed
 from exitwave.workflows.session import open_session
 
 
@@ -49,3 +51,22 @@ def test_it_is_said_before_anything_is_made(tmp_path: Path) -> None:
             session, path, tmp_path / "run", cluster="inline", workers=None, ranks=None, fresh=False, overrides=()
         )
     assert not (tmp_path / "run").exists()
+
+
+def test_more_ranks_than_samples_in_a_batch_are_refused_before_the_campaign(tmp_path: Path) -> None:
+    with open_session(quiet=True) as session, pytest.raises(UsageError, match="at most as many ranks"):
+        run_pipeline(
+            session, write_pipeline(tmp_path), tmp_path / "run", cluster="inline", workers=None, ranks=5, fresh=False,
+            overrides=(), online=True,
+        )  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shard_whose_file_is_gone_is_to_be_made_again(tmp_path: Path) -> None:
+    root = begin(tmp_path / "data")
+    commit(root, [0, 1, 2])
+    wanted = {f"{material:016x}" for material in range(4)}
+    assert _committed(root, wanted) == 3
+    next((root / "shards").rglob("*1.h5")).unlink()
+    next((root / "shards").rglob("*2.h5")).write_bytes(b"torn")
+    assert _committed(root, wanted) == 1

@@ -108,6 +108,22 @@ def test_a_pipeline_is_taken_and_written_once(tmp_path):
     assert checked(path.read_text(), name="mine", root=tmp_path).data == document.data
     with pytest.raises(UsageError, match="already"):
         write_new(document, name="mine", root=tmp_path)
+    assert write_new(document, name="mine", root=tmp_path, began=False) == path  # the service was killed just then
+    (tmp_path / "own.yaml").write_text("of a person")
+    with pytest.raises(UsageError, match="already"):
+        write_new(document, name="own", root=tmp_path, began=False)
+
+
+def test_a_name_is_free_again_after_a_full_disk(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    document = checked(line.PIPELINE, name="mine", root=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            write_new(document, name="mine", root=tmp_path)
+    assert not (tmp_path / "mine.yaml").exists()
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "a b", "x" * 101, "a\n", "ä"])
@@ -148,6 +164,9 @@ def test_paths_outside_the_root_are_refused(tmp_path, source):
         "cluster: {workers: 2}\nlaunch: {nodes: 2, slurm: {prologue: [true]}}",
         "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '$(true)'}",
         "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '/etc'}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '$HOME/.ssh'}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '$TMPDIR/$HOME'}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '${HOME}/x'}",
     ],
 )
 def test_what_would_run_the_senders_program_is_refused(tmp_path, section):
@@ -233,6 +252,7 @@ def job(**changes):
         (job(starts=3), False, 75, 119, "waiting", False),
         (job(starts=3), False, 75, 121, "starting", True),
         (job(starts=9), False, None, 1e6, "failed", False),
+        (job(started=1e6), False, None, 100, "starting", True),  # the clock was set back
     ],
 )
 def test_what_becomes_of_a_job(given, alive, code, now, state, start):
@@ -382,6 +402,7 @@ def test_a_search_is_one_run_with_a_table_of_its_trials(tmp_path):
         ("", ["run", "C", "--out", "O"]),
         ("online: {}\n", ["run", "C", "--online", "--out", "O"]),
         ("tune: {}\n", ["tune", "C", "--out", "O"]),
+        ("tune: null\nonline: null\n", ["run", "C", "--out", "O"]),
     ],
 )
 def test_what_a_submission_starts(section, words):

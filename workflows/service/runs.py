@@ -104,7 +104,7 @@ class Runs:
             if self.place(name) is not None:
                 raise Conflict(f"there is a run {name!r} already; choose another name, or resume that one")
             try:
-                path = write_new(document, name=name, root=self.root)
+                path = write_new(document, name=name, root=self.root, began=False)
             except UsageError as error:
                 raise Conflict(str(error)) from None
             self.jobs.want(name, arguments_for(path, self.root / name, verb=verb_of(document)))
@@ -150,7 +150,7 @@ class Runs:
                     raise Conflict(f"{id} is a training of its own; `exitwave train` goes on with it")
                 if command == "retry":
                     self._retry(place)
-                if state not in _BUSY or state == "waiting":
+                if state not in _BUSY or state in ("waiting", "stopping"):  # one that is ending starts again then
                     self.jobs.want(id, self._arguments(place))
         self.jobs.reconcile()
         self._texts.forget(id)

@@ -231,9 +231,11 @@ class Line:
 
 
 def _committed(dataset: Path, wanted: set[str]) -> int:
-    """How many of the wanted shards the manifest lists."""
+    """How many of the wanted shards the manifest lists and the disk still has: the campaign makes the others again."""
     from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
+    from exitwave.simulate.campaign_resume import lost_shards
 
     if not (dataset / MANIFEST_NAME).exists():
         return 0
-    return len(wanted & {shard.shard_id for shard in load_manifest(dataset).shards})
+    shards = [shard for shard in load_manifest(dataset).shards if shard.shard_id in wanted]
+    return len(shards) - sum(1 for _ in lost_shards(dataset, shards))

@@ -26,6 +26,7 @@ from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.files import write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 from exitwave.simulate.cluster import make_cluster
+from exitwave.simulate.lease import lease_holder
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, default_workers, plan_campaign, run_planned, tell_warnings
 from exitwave.workflows.config import (
@@ -212,6 +213,7 @@ def _search(
     assert tune is not None and train is not None
     require_split(data, train.train_split)
     require_split(data, train.val_split)
+    _refuse_growing(data)
     manifest = load_manifest(data)
     dataset_id, samples = manifest.header.dataset_id, manifest.n_samples
     here = workers or default_workers() if cluster == "local" else workers
@@ -245,6 +247,15 @@ def _search(
     except InterruptedRunError as error:
         log.emit("study_interrupted", why=str(error))
         raise
+
+
+def _refuse_growing(data: Path) -> None:
+    """UsageError while a campaign writes into `data`."""
+    if (holder := lease_holder(data)) is not None:
+        raise UsageError(
+            f"{data}: its campaign is running (host {holder.get('host', '?')}, pid {holder.get('pid', '?')}), and all "
+            "trials need the same samples. Give the same command again when it has ended."
+        )
 
 
 def _refuse_other_data(out: Path, data: Path, dataset_id: str, samples: int) -> None:

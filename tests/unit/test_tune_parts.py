@@ -50,6 +50,7 @@ def fault_of(tmp_path: Path, text: str, head: str = HEAD) -> str:
         ("trian.batch: {int_uniform: [1, 2]}", "6:5: tune.space.trian.batch: no such key to search"),
         ("train.batch: {int_uniform: [4, 4]}", "[low, high] with low < high, got [4, 4]: the range is empty"),
         ("train.optimizer.lr: {log_uniform: [0, 1]}", "a logarithmic range begins above 0"),
+        ("train.optimizer.lr: {uniform: [-1.0e+308, 1.0e+308]}", "the range is wider than any number"),
         ("train.optimizer.lr: {uniform: [0.1, 1], choice: [1, 2]}", "exactly one of uniform, log_uniform"),
         ("train.optimizer.lr: {loguniform: [0.1, 1]}", "did you mean `log_uniform`?"),
         ("train.batch: {choice: [4]}", "at least two values"),
@@ -170,6 +171,9 @@ def test_the_best_is_the_best() -> None:
     low, high = best_trial(trials, maximize=False), best_trial(trials, maximize=True)
     assert low is not None and high is not None and (low.number, high.number) == (2, 0)
     assert best_so_far(trials, maximize=False) == [(0, 0.5), (2, 0.4)]
+    assert best_so_far(trials, maximize=True) == [(0, 0.5)] and best_so_far([], maximize=True) == []
+    many = [Trial(number=n, values={}, state="finished", value=float(-n)) for n in range(20_000)]
+    assert len(best_so_far(many, maximize=False)) == 20_000  # in a moment: a report of a long search draws them
     assert best_trial(trials[1:2], maximize=False) is None
 
 

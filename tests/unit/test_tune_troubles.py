@@ -15,9 +15,10 @@ from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageE
 from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.manifest import load_manifest
 from exitwave.simulate.cluster_outcome import Outcome
+from exitwave.simulate.lease import Lease
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import dump_yaml, load_document
-from exitwave.workflows.tune import _claim, _refuse_other_data, _resolved, read_study
+from exitwave.workflows.tune import _claim, _refuse_growing, _refuse_other_data, _resolved, read_study
 from exitwave.workflows.tune_loop import StudyLoop
 from exitwave.workflows.tune_record import fold
 from exitwave.workflows.tune_spec import TuneSpec
@@ -136,6 +137,9 @@ def test_all_trials_share_the_same_data(tmp_path: Path) -> None:
         _refuse_other_data(tmp_path, data, "another", n)
     with pytest.raises(UsageError, match=f"its {n - 2} samples; now it has {n}"):
         _refuse_other_data(tmp_path, data, named, n - 2)
+    _refuse_growing(data)
+    with Lease(data), pytest.raises(UsageError, match="its campaign is running"):
+        _refuse_growing(data)
     (data / manifest.shards[0].path).unlink()
     with pytest.raises(DamagedDataError, match="1 of 2 shards are gone"):
         _refuse_other_data(tmp_path, data, named, n)

@@ -27,7 +27,7 @@ from exitwave.workflows.campaigns import Planned, plan_campaign
 from exitwave.workflows.config import Document, apply_overrides, is_pipeline, load_document, validate
 from exitwave.workflows.launch import locked
 from exitwave.workflows.pipeline_fit import misfit
-from exitwave.workflows.pipeline_folder import claim, refuse_foreign, refuse_the_other_way
+from exitwave.workflows.pipeline_folder import claim, refuse_foreign, refuse_the_other_way, trained
 from exitwave.workflows.pipeline_line import Line
 from exitwave.workflows.pipeline_spec import PipelineSpec
 from exitwave.workflows.progress import human_seconds
@@ -69,6 +69,10 @@ def run_pipeline(
     nodes = nodes or spec.launch.nodes
     if online and nodes is not None:
         raise UsageError("--online: it trains on this machine; leave --nodes and launch.nodes out.")
+    if nodes is not None and not trained(out / "train", spec.train):
+        from exitwave.workflows.nodes_submit import require_job
+
+        require_job(spec.launch, nodes=nodes, ranks=max(ranks or spec.ranks, nodes))
     began = time.monotonic()
     planned = plan_campaign(document, spec.campaign, ("campaign",), session=session)
     planned = dataclasses.replace(planned, section=spec.cluster)
@@ -77,6 +81,10 @@ def run_pipeline(
     settings = _online_settings(spec, planned, ranks or spec.ranks) if online else None
     refuse_foreign(out)
     with locked(out):
+        if fresh:
+            from exitwave.workflows.nodes_submit import refuse_while_job
+
+            refuse_while_job(out)
         resumed = claim(out, spec, fresh=fresh)
         refuse_the_other_way(out / "train", spec.train, settings)
         log = EventLog(out / "events.jsonl")

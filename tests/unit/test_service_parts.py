@@ -28,6 +28,18 @@ def test_the_token_is_made_once_for_its_owner_alone(tmp_path):
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_full_disk_leaves_no_half_of_a_token(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            load_token(tmp_path / "token")
+    assert not list(tmp_path.iterdir())
+    assert len(load_token(tmp_path / "token")) >= 40
+
+
 def test_a_token_that_others_can_read_is_refused(tmp_path):
     load_token(tmp_path / "token")
     (tmp_path / "token").chmod(0o644)

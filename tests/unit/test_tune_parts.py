@@ -61,6 +61,12 @@ def fault_of(tmp_path: Path, text: str, head: str = HEAD) -> str:
         ("train.task: {choice: [classify, regress]}", "it changes what is asked of the network"),
         ("train.steps: {int_uniform: [1, 3]}", "tune.budget says how long"),
         ("train.loss.delta: {uniform: [0.5, 1]}", "it changes the measure itself"),
+        ("train.loss: {choice: [{name: mse}, {name: l1}]}", "it changes the measure itself"),
+        (
+            "train.data: {choice: [{dose_e_per_pattern: 9}, {dose_e_per_pattern: 1}]}",
+            "it holds train.data.input, which",
+        ),
+        ("train: {choice: [{steps: 1}, {steps: 2}]}", "it holds train.task, which is not searched"),
     ],
 )
 def test_a_space_that_cannot_be_searched_is_refused_at_its_place(tmp_path: Path, space: str, said: str) -> None:

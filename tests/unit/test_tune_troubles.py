@@ -145,6 +145,16 @@ def test_all_trials_share_the_same_data(tmp_path: Path) -> None:
         _refuse_other_data(tmp_path, data, named, n)
 
 
+def test_a_trial_that_was_given_up_is_told_so_after_a_kill(tmp_path: Path) -> None:
+    """Its line was written, and its file `stop` was not: on another machine it trains on for nothing."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("trial_asked", n=0, values={"train.batch": 1})
+    log.emit("trial_pruned", n=0, rung=1, value=2.0, why="worse")
+    (tmp_path / "trials" / "0").mkdir(parents=True)
+    loop(tmp_path, finished).execute()
+    assert (tmp_path / "trials" / "0" / "stop").read_text() == "pruned\n"
+
+
 def test_a_clock_that_is_set_back_gives_no_time(tmp_path: Path) -> None:
     started = {"kind": "study_started", "trials": 3, "dataset_id": "d", "samples": 7}
     lines = [{**started, "t": 1000.0}, {"kind": "trial_asked", "n": 0, "values": {}, "t": 10.0}]

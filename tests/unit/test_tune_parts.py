@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from exitwave.ingest.errors import DamagedDataError, UsageError
+from exitwave.ingest.errors import DamagedDataError, ExitwaveError, UsageError
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import dump_yaml, load_document, parse_document, validate
 from exitwave.workflows.pipeline import read_pipeline
@@ -66,6 +66,7 @@ def fault_of(tmp_path: Path, text: str, head: str = HEAD) -> str:
             "train.data: {choice: [{dose_e_per_pattern: 9}, {dose_e_per_pattern: 1}]}",
             "it holds train.data.input, which",
         ),
+        ("train.series.crop: {int_uniform: [4, 8]}", "it changes what is asked of the network"),
         ("train: {choice: [{steps: 1}, {steps: 2}]}", "it holds train.task, which is not searched"),
     ],
 )
@@ -237,6 +238,11 @@ def test_rungs_and_ranks() -> None:
 
 def test_failures_are_told_apart() -> None:
     assert failure_state(DamagedDataError("step 3: expected a finite loss, got NaN")) == "diverged"
+    assert failure_state(ExitwaveError("rank 1: step 3: the loss is finite but its gradient is not")) == "diverged"
+    assert failure_state(ExitwaveError("step 3: gradients overflow fp16 however small the loss scale")) == "diverged"
+    told = "sample 0f: expected finite numbers in cbed, 1 of 9 values are not"
+    assert failure_state(DamagedDataError(told)) == "damaged data"  # no rate of learning mends that
+    assert failure_state(DamagedDataError("/finite/shard.h5: its checksum is another")) == "damaged data"
     assert failure_state(UsageError("detector_bin")) == "configuration"
     assert failure_state(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes")) == "memory"
     assert failure_state(MemoryError()) == "memory"

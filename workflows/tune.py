@@ -12,6 +12,7 @@ The same command goes on where it was, whatever ended it. More trials may be ask
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -251,7 +252,10 @@ def _search(
 
 def _refuse_growing(data: Path) -> None:
     """UsageError while a campaign writes into `data`."""
-    if (holder := lease_holder(data)) is not None:
+    holder = None
+    with contextlib.suppress(OSError):  # of a file system without locks: what grows is noticed before the next trial
+        holder = lease_holder(data)
+    if holder is not None:
         raise UsageError(
             f"{data}: its campaign is running (host {holder.get('host', '?')}, pid {holder.get('pid', '?')}), and all "
             "trials need the same samples. Give the same command again when it has ended."
@@ -295,7 +299,11 @@ def _finish(out: Path, sections: PipelineSections, study: Study, *, folder: Path
     if best is not None:
         made = _best_pipeline(sections, trial_spec(tune, train, best.values), folder)
         head = f"The pipeline with the values of trial {best.number}, the best of {len(study.trials)}"
-        write_atomic(out / "best.yaml", dump_yaml(made, comment=resolved_comment(head, versions())).encode())
+        long = (
+            "It trains as long as a trial did (tune.budget): for more, raise train.steps or set train.epochs instead."
+        )
+        comment = [*resolved_comment(head, versions()), long]
+        write_atomic(out / "best.yaml", dump_yaml(made, comment=comment).encode())
     return _document(out, tune, study, best, write_report(out))
 
 

@@ -12,6 +12,7 @@ The same command goes on where it was, whatever ended it. More trials may be ask
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -26,6 +27,7 @@ from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.files import write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 from exitwave.simulate.cluster import make_cluster
+from exitwave.simulate.lease import lease_holder
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, default_workers, plan_campaign, run_planned, tell_warnings
 from exitwave.workflows.config import (
@@ -212,6 +214,7 @@ def _search(
     assert tune is not None and train is not None
     require_split(data, train.train_split)
     require_split(data, train.val_split)
+    _refuse_growing(data)
     manifest = load_manifest(data)
     dataset_id, samples = manifest.header.dataset_id, manifest.n_samples
     here = workers or default_workers() if cluster == "local" else workers
@@ -245,6 +248,18 @@ def _search(
     except InterruptedRunError as error:
         log.emit("study_interrupted", why=str(error))
         raise
+
+
+def _refuse_growing(data: Path) -> None:
+    """UsageError while a campaign writes into `data`."""
+    holder = None
+    with contextlib.suppress(OSError):  # of a file system without locks: what grows is noticed before the next trial
+        holder = lease_holder(data)
+    if holder is not None:
+        raise UsageError(
+            f"{data}: its campaign is running (host {holder.get('host', '?')}, pid {holder.get('pid', '?')}), and all "
+            "trials need the same samples. Give the same command again when it has ended."
+        )
 
 
 def _refuse_other_data(out: Path, data: Path, dataset_id: str, samples: int) -> None:
@@ -284,7 +299,11 @@ def _finish(out: Path, sections: PipelineSections, study: Study, *, folder: Path
     if best is not None:
         made = _best_pipeline(sections, trial_spec(tune, train, best.values), folder)
         head = f"The pipeline with the values of trial {best.number}, the best of {len(study.trials)}"
-        write_atomic(out / "best.yaml", dump_yaml(made, comment=resolved_comment(head, versions())).encode())
+        long = (
+            "It trains as long as a trial did (tune.budget): for more, raise train.steps or set train.epochs instead."
+        )
+        comment = [*resolved_comment(head, versions()), long]
+        write_atomic(out / "best.yaml", dump_yaml(made, comment=comment).encode())
     return _document(out, tune, study, best, write_report(out))
 
 

@@ -104,6 +104,9 @@ class StudyLoop:
         """Until every trial has ended, or the time is over. InterruptedRunError after a drain."""
         if not self.due():
             return self.study
+        for trial in self.study.trials:
+            if trial.state == "pruned":  # a kill may have come before it was told, and on other machines it goes on
+                self._stop(trial.number, "pruned")
         self.cluster.start(SIMULATOR)
         done = threading.Event()
         watching = threading.Thread(target=self._watch, args=(done,), name="exitwave-tune-watch", daemon=True)

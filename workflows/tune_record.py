@@ -164,8 +164,10 @@ def best_trial(trials: Sequence[Trial], *, maximize: bool) -> Trial | None:
 def best_so_far(trials: Sequence[Trial], *, maximize: bool) -> list[tuple[int, float]]:
     """(number, best value up to it) wherever a finished trial was better than all before it."""
     steps: list[tuple[int, float]] = []
+    best: Trial | None = None
     for trial in trials:
-        best = best_trial(trials[: trial.number + 1], maximize=maximize)
-        if best is not None and best.value is not None and best.number == trial.number:
-            steps.append((trial.number, best.value))
+        now = best_trial([trial] if best is None else [best, trial], maximize=maximize)
+        if now is not None and now is not best and now.value is not None:
+            best = now
+            steps.append((now.number, now.value))
     return steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from exitwave.ingest.errors import UsageError
 from exitwave.simulate.plan import Plan, make_plan
 from exitwave.workflows.pipeline import read_pipeline, run_pipeline
 from exitwave.workflows.pipeline_fit import misfit
-from exitwave.workflows.pipeline_line import _committed
+from exitwave.workflows.pipeline_line import _committed, _measured
 from exitwave.workflows.session import open_session
 
 
@@ -70,3 +71,22 @@ def test_a_shard_whose_file_is_gone_is_to_be_made_again(tmp_path: Path) -> None:
     next((root / "shards").rglob("*1.h5")).unlink()
     next((root / "shards").rglob("*2.h5")).write_bytes(b"torn")
     assert _committed(root, wanted) == 1
+
+
+def test_metrics_that_a_kill_or_another_split_left_apart_are_measured_again(tmp_path: Path) -> None:
+    test, both = tmp_path / "metrics-test.json", tmp_path / "metrics.json"
+    assert _measured(tmp_path, "test", leads=True) is None
+    (tmp_path / "model.pt").touch()
+    test.write_text('{"split": "test"}')
+    assert _measured(tmp_path, "test", leads=False) == {"split": "test"}
+    assert _measured(tmp_path, "test", leads=True) is None, "killed between the two files"
+    both.write_text('{"split": "val"}')
+    assert _measured(tmp_path, "test", leads=True) is None, "`exitwave evaluate --split val` since"
+    both.write_text(test.read_text())
+    assert _measured(tmp_path, "test", leads=True) == {"split": "test"}
+    for text in ("", "[1]"):
+        test.write_text(text)
+        assert _measured(tmp_path, "test", leads=False) is None
+    test.write_text("{}")
+    os.utime(test, (0, 0))
+    assert _measured(tmp_path, "test", leads=False) is None, "of a model before"

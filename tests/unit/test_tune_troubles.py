@@ -15,9 +15,10 @@ from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageE
 from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.manifest import load_manifest
 from exitwave.simulate.cluster_outcome import Outcome
+from exitwave.simulate.lease import Lease
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import dump_yaml, load_document
-from exitwave.workflows.tune import _claim, _refuse_other_data, _resolved, read_study
+from exitwave.workflows.tune import _claim, _refuse_growing, _refuse_other_data, _resolved, read_study
 from exitwave.workflows.tune_loop import StudyLoop
 from exitwave.workflows.tune_record import fold
 from exitwave.workflows.tune_spec import TuneSpec
@@ -136,9 +137,22 @@ def test_all_trials_share_the_same_data(tmp_path: Path) -> None:
         _refuse_other_data(tmp_path, data, "another", n)
     with pytest.raises(UsageError, match=f"its {n - 2} samples; now it has {n}"):
         _refuse_other_data(tmp_path, data, named, n - 2)
+    _refuse_growing(data)
+    with Lease(data), pytest.raises(UsageError, match="its campaign is running"):
+        _refuse_growing(data)
     (data / manifest.shards[0].path).unlink()
     with pytest.raises(DamagedDataError, match="1 of 2 shards are gone"):
         _refuse_other_data(tmp_path, data, named, n)
+
+
+def test_a_trial_that_was_given_up_is_told_so_after_a_kill(tmp_path: Path) -> None:
+    """Its line was written, and its file `stop` was not: on another machine it trains on for nothing."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("trial_asked", n=0, values={"train.batch": 1})
+    log.emit("trial_pruned", n=0, rung=1, value=2.0, why="worse")
+    (tmp_path / "trials" / "0").mkdir(parents=True)
+    loop(tmp_path, finished).execute()
+    assert (tmp_path / "trials" / "0" / "stop").read_text() == "pruned\n"
 
 
 def test_a_clock_that_is_set_back_gives_no_time(tmp_path: Path) -> None:

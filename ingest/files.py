@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -213,10 +214,9 @@ class FileLock:
         """Tries to take the lock (waits for it if `blocking`); whether this process now holds it."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if self.blocking else fcntl.LOCK_NB))
-        except BlockingIOError:
-            os.close(fd)
-            return False
+            if not self._flock(fd):
+                os.close(fd)
+                return False
         except BaseException:
             os.close(fd)
             raise
@@ -225,6 +225,16 @@ class FileLock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{_host()} pid {os.getpid()}\n".encode(), 0)
         return True
+
+    def _flock(self, fd: int) -> bool:
+        for wait_s in (0.01, 0.02, 0.0):  # somebody may only be looking whether it is held
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | (0 if self.blocking else fcntl.LOCK_NB))
+            except BlockingIOError:
+                time.sleep(wait_s)
+            else:
+                return True
+        return False
 
     def release(self) -> None:
         if self._fd is not None:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +77,26 @@ def run_node(session: Session, place: NodePlace, training: NodeTraining) -> dict
         except KeyboardInterrupt:
             meeting.conclude(InterruptedRunError(f"{out}: stopped before the training began."))
             raise
+        except Exception as error:  # the others would wait minutes for this node
+            meeting.conclude(_told(place, error))
+            raise
     return training_document(out) if place.node == 0 else None
+
+
+def _told(place: NodePlace, error: Exception) -> ExitwaveError:
+    """What the other nodes are told of an error that is not one of ours: a full disk passes, others do not."""
+    kind = InterruptedRunError if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else ExitwaveError
+    return kind(f"{place.host}: {type(error).__name__}: {error}")
 
 
 def _take_part(session: Session, place: NodePlace, training: NodeTraining, meeting: Meeting) -> None:
     out = training.out
-    training = NodeTraining(**{**vars(training), "data": find_dataset(training.data)})
+    training = replace(training, data=find_dataset(training.data))
     require_split(training.data, training.spec.train_split)
     if place.node == 0:
         _refuse_a_loop(out, place)
-        prepare_run(session, training.spec, training.data, out, fresh=training.fresh and place.restarts == 0)
+        training = replace(training, fresh=training.fresh and _is_to_be_forgotten(out, place))
+        prepare_run(session, training.spec, training.data, out, fresh=training.fresh)
     members = meeting.meet(session.stop.is_set)
     me = members[place.node]
     session.note(f"{place.host}: node {place.node + 1} of {place.nodes}, at {me.address}; attempt {place.attempt}")
@@ -154,7 +165,7 @@ def _command(
     if cache is not None and training.cache_capacity is not None:
         arguments += ["--cache-capacity", str(training.cache_capacity)]
     arguments += ["--mesh", training.mesh] if training.mesh != "auto" else []
-    arguments += ["--fresh"] if training.fresh and place.restarts == 0 else []
+    arguments += ["--fresh"] if training.fresh and place.node == 0 else []  # rank 0 does it
     first, me = members[0], members[place.node]
     return guarded(
         "torch.distributed.run",
@@ -298,6 +309,24 @@ def _refuse_a_loop(out: Path, place: NodePlace) -> None:
             f"so it is not started again. Why they ended is in {out / STATE} (verdict of each attempt) and "
             f"{out / 'logs'}. A longer walltime, or a smaller checkpoint.every_steps, may be all that it needs."
         )
+
+
+def _is_to_be_forgotten(out: Path, place: NodePlace) -> bool:
+    """Whether --fresh is still to be done: an earlier run of this job may have ended before its ranks began."""
+    mark = out / STATE / f"{place.job}.fresh"
+    try:
+        info = (out / "train.json").stat()
+        now = f"{info.st_ino} {info.st_mtime_ns}"
+    except OSError:
+        now = ""
+    if place.restarts == 0:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(mark, now.encode())
+        return True
+    try:
+        return mark.read_text() == now
+    except OSError:
+        return False
 
 
 def task_of_node(command: Sequence[str], nodes: int) -> None:

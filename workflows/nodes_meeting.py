@@ -102,6 +102,9 @@ class Meeting:
         while len(found := self._found()) < place.nodes:
             if (ended := read_verdict(self.folder)) is not None:
                 raise ended
+            if left := [n for n in range(place.nodes) if (self.folder / f"node-{n}.left").exists()]:
+                names = ", ".join(place.hosts[n] if place.hosts else f"number {n}" for n in left)
+                raise self.verdict(1.0) or InterruptedRunError(f"node {names} has ended before the training began.")
             if stop():
                 raise InterruptedRunError("Stopped before the training began.")
             if time.monotonic() > until:
@@ -177,10 +180,16 @@ class Meeting:
     def conclude(self, error: ExitwaveError) -> None:
         """Write the verdict, unless another node has."""
         text = f"{error.exit_code}\n{error}\n"
-        with contextlib.suppress(FileExistsError):
-            part = self.folder / f"verdict-{self.place.node}.part"
-            part.write_text(text)
-            os.link(part, self.folder / "verdict")  # whole, and only if it is the first
+        with contextlib.suppress(OSError):  # a full disk: the error itself matters more than its being told
+            part, path = self.folder / f"verdict-{self.place.node}.part", self.folder / "verdict"
+            part.write_text(text, errors="surrogateescape")
+            try:
+                os.link(part, path)  # whole, and only if it is the first
+            except FileExistsError:
+                pass
+            except OSError:  # not every shared file system has links
+                if not path.exists():
+                    part.rename(path)
 
     def verdict(self, wait_s: float = 0.0) -> ExitwaveError | None:
         """What another node concluded, waiting that long for one."""
@@ -193,7 +202,7 @@ class Meeting:
 def read_verdict(folder: Path) -> ExitwaveError | None:
     """The error that an attempt ended with, or None."""
     try:
-        code, _, message = (folder / "verdict").read_text().partition("\n")
+        code, _, message = (folder / "verdict").read_text(errors="surrogateescape").partition("\n")
         return error_of(int(code), message.strip())
     except (OSError, ValueError):
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import socket
 import subprocess
 import threading
@@ -11,11 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
-from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
+from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.simulate.cluster_spec import SlurmSpec
+from exitwave.train.spec import TrainSpec
+from exitwave.workflows import nodes_meeting
+from exitwave.workflows.nodes_agent import NodeTraining, _is_to_be_forgotten, run_node
 from exitwave.workflows.nodes_meeting import Meeting, read_verdict
 from exitwave.workflows.nodes_place import NodePlace, free_port, hosts_of, node_place, own_address
 from exitwave.workflows.nodes_spec import LaunchSection, ranks_a_node, training_script
+from exitwave.workflows.session import open_session
 
 GOLDEN = Path(__file__).resolve().parent.parent / "data" / "slurm"
 FULL = LaunchSection(
@@ -187,3 +193,49 @@ def test_the_first_verdict_stands_and_ends_a_meeting(tmp_path: Path) -> None:
         assert isinstance(found, DamagedDataError) and str(found) == "shard a is damaged"
         with pytest.raises(DamagedDataError, match="shard a"):
             second.meet(never)
+
+
+def test_a_node_that_left_ends_a_meeting_at_once(tmp_path: Path) -> None:
+    with Meeting(place(0), tmp_path) as first:
+        with Meeting(place(1), tmp_path):
+            pass
+        with pytest.raises(InterruptedRunError, match="node n1 has ended before"):
+            first.meet(never)
+
+
+def test_a_verdict_without_links_and_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no links here")
+
+    monkeypatch.setattr(nodes_meeting.os, "link", no_links)
+    with Meeting(place(0), tmp_path) as first, Meeting(place(1), tmp_path) as second:
+        first.conclude(DamagedDataError("shard \udcff is damaged"))
+        second.conclude(InterruptedRunError("stopped"))
+        assert "shard" in str(read_verdict(tmp_path))
+        shutil.rmtree(tmp_path)
+        first.conclude(InterruptedRunError("nowhere to say it"))  # what ended it is raised, and not this
+        tmp_path.mkdir()
+
+
+def test_a_fault_of_one_node_is_told_to_the_others(tmp_path: Path) -> None:
+    training = NodeTraining(
+        spec=TrainSpec(steps=1), data=tmp_path, out=tmp_path / "run", ranks=2, cache=None, cache_capacity=None,
+        mesh="auto", fresh=False,
+    )  # fmt: skip
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").mkdir()
+    with open_session(quiet=True) as session, pytest.raises(OSError):
+        run_node(session, place(0), training)
+    told = read_verdict(tmp_path / "run" / ".slurm" / "7-0")
+    assert type(told) is ExitwaveError and "n0: IsADirectoryError" in str(told)
+
+
+def test_fresh_is_done_once_in_a_job_however_often_it_is_queued(tmp_path: Path) -> None:
+    def fresh(restarts: int) -> bool:
+        return _is_to_be_forgotten(tmp_path, place(0, restarts=restarts))
+
+    (tmp_path / "train.json").write_text("of another training")
+    assert fresh(0) and fresh(1) and fresh(2)  # its ranks never came to it
+    (tmp_path / "train.json").unlink()
+    (tmp_path / "train.json").write_text("of this one")
+    assert not fresh(3)

@@ -28,6 +28,18 @@ def test_the_token_is_made_once_for_its_owner_alone(tmp_path):
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_full_disk_leaves_no_half_of_a_token(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            load_token(tmp_path / "token")
+    assert not list(tmp_path.iterdir())
+    assert len(load_token(tmp_path / "token")) >= 40
+
+
 def test_a_token_that_others_can_read_is_refused(tmp_path):
     load_token(tmp_path / "token")
     (tmp_path / "token").chmod(0o644)
@@ -108,6 +120,22 @@ def test_a_pipeline_is_taken_and_written_once(tmp_path):
     assert checked(path.read_text(), name="mine", root=tmp_path).data == document.data
     with pytest.raises(UsageError, match="already"):
         write_new(document, name="mine", root=tmp_path)
+    assert write_new(document, name="mine", root=tmp_path, began=False) == path  # the service was killed just then
+    (tmp_path / "own.yaml").write_text("of a person")
+    with pytest.raises(UsageError, match="already"):
+        write_new(document, name="own", root=tmp_path, began=False)
+
+
+def test_a_name_is_free_again_after_a_full_disk(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    document = checked(line.PIPELINE, name="mine", root=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            write_new(document, name="mine", root=tmp_path)
+    assert not (tmp_path / "mine.yaml").exists()
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "a b", "x" * 101, "a\n", "ä"])
@@ -148,6 +176,9 @@ def test_paths_outside_the_root_are_refused(tmp_path, source):
         "cluster: {workers: 2}\nlaunch: {nodes: 2, slurm: {prologue: [true]}}",
         "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '$(true)'}",
         "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '/etc'}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '$HOME/.ssh'}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '$TMPDIR/$HOME'}",
+        "cluster: {workers: 2}\nlaunch: {nodes: 2, cache: '${HOME}/x'}",
     ],
 )
 def test_what_would_run_the_senders_program_is_refused(tmp_path, section):
@@ -233,6 +264,7 @@ def job(**changes):
         (job(starts=3), False, 75, 119, "waiting", False),
         (job(starts=3), False, 75, 121, "starting", True),
         (job(starts=9), False, None, 1e6, "failed", False),
+        (job(started=1e6), False, None, 100, "starting", True),  # the clock was set back
     ],
 )
 def test_what_becomes_of_a_job(given, alive, code, now, state, start):
@@ -382,6 +414,7 @@ def test_a_search_is_one_run_with_a_table_of_its_trials(tmp_path):
         ("", ["run", "C", "--out", "O"]),
         ("online: {}\n", ["run", "C", "--online", "--out", "O"]),
         ("tune: {}\n", ["tune", "C", "--out", "O"]),
+        ("tune: null\nonline: null\n", ["run", "C", "--out", "O"]),
     ],
 )
 def test_what_a_submission_starts(section, words):
@@ -390,3 +423,34 @@ def test_what_a_submission_starts(section, words):
 
     document = parse_document(section + line.PIPELINE, source="a.yaml", folder=Path())
     assert arguments_for(Path("C"), Path("O"), verb=verb_of(document)) == words
+
+
+def test_a_run_that_a_command_line_goes_on_with_is_no_job_of_ours(tmp_path):
+    from exitwave.ingest.files import FileLock
+    from exitwave.workflows.service.runs import Conflict, Runs
+
+    runs = Runs(tmp_path)
+    runs.jobs.want("a", ["run", "a.yaml"])
+    (tmp_path / ".exitwave" / "jobs" / "a" / "exit.json").write_text('{"code": 2}')
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "pipeline.yaml").write_text("name: a")
+    assert runs.whole("a")["state"] == "failed"
+    with FileLock(tmp_path / "a" / ".lock"):
+        assert runs.whole("a")["state"] == "running"
+        with pytest.raises(Conflict, match="command line"):
+            runs.command("a", "drain")
+    assert not (tmp_path / ".exitwave" / "jobs" / "a" / "stop").exists()
+
+
+def test_a_search_comes_further_with_its_trials(tmp_path):
+    from exitwave.workflows.service.facts import how_far
+
+    trial = tmp_path / "a" / "trials" / "0"
+    (trial / "checkpoints").mkdir(parents=True)
+    (tmp_path / "a" / "tune.yaml").write_text("name: a")
+    place = find_place(tmp_path, "a")
+    before = how_far(place)
+    assert how_far(place) == before
+    (trial / "checkpoints" / "step-1").mkdir()
+    os.utime(trial / "checkpoints", (1, 1))
+    assert how_far(place) != before

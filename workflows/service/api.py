@@ -97,7 +97,10 @@ async def list_runs(
     "/api/runs",
     tags=["runs"],
     status_code=201,
-    responses={400: _ERRORS[400], 401: _ERRORS[401], 409: {"model": Said}, 413: {"model": Said}, 422: {"model": Said}},
+    responses={
+        **{status: _ERRORS[status] for status in (400, 401)},
+        **{status: {"model": Said} for status in (409, 413, 422, 507)},
+    },
 )
 async def submit(request: Request, submission: Submission) -> Response:
     """Check a configuration, write it below the root, and start it."""
@@ -110,6 +113,8 @@ async def submit(request: Request, submission: Submission) -> Response:
         raise HTTPException(409, str(error)) from None
     except (ExitwaveError, ValueError, TypeError, RecursionError) as error:
         raise HTTPException(422, str(error)[:4000]) from None
+    except OSError as error:  # a full disk, a root that became read-only
+        raise HTTPException(507, f"it cannot be written below the root: {error.strerror or error}") from None
     return _document(facts, 201)
 
 

@@ -64,7 +64,7 @@ def judge(job: Job, *, alive: bool, code: int | None, now: float) -> Verdict:
         return Verdict(state="failed", why="see the log" if code == 1 else "refused: see the log")
     if job.wanted != "run":
         return Verdict(state="stopped", why="on request; resume goes on")
-    since = now - job.started
+    since = abs(now - job.started)  # a clock that was set back must not keep it waiting
     if code is None and job.starts and since < _SPAWN_S / 10:
         return Verdict(state="starting", why="")
     if job.starts > _DEATHS:

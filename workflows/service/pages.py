@@ -89,7 +89,10 @@ async def login(request: Request, next: str = "/") -> HTMLResponse:
 
 @router.post("/login")
 async def logged_in(request: Request) -> Response:
-    form = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=10)
+    try:
+        form = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=10)
+    except ValueError:
+        raise HTTPException(400, "more fields than a login has") from None
     token, next = form.get("token", [""])[0], form.get("next", ["/"])[0]
     access: Access = request.app.state.access
     if not access.is_token(token.strip()):

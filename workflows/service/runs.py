@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitwave.ingest.errors import ExitwaveError, UsageError
+from exitwave.ingest.files import FileLock
 from exitwave.simulate.commands import write_command
 from exitwave.simulate.lease import lease_holder
 from exitwave.workflows.service.catalogue import NAME, Kind, Place, find_place, read_inside, scan
@@ -78,7 +79,12 @@ class Runs:
 
     def _judged(self, id: str) -> tuple[Job | None, Verdict | None]:
         job = self._job(id)
-        return job, self.jobs.verdict(job) if job is not None else None
+        if job is None:
+            return None, None
+        verdict = self.jobs.verdict(job)
+        if verdict.state not in _BUSY and FileLock(self.root.joinpath(*id.split("~")) / ".lock").is_held():
+            verdict = Verdict(state="running", why="started from a command line")  # since our process ended
+        return job, verdict
 
     def whole(self, id: str) -> dict[str, Any]:
         """All facts of one run. Raises LookupError where there is none."""
@@ -104,7 +110,7 @@ class Runs:
             if self.place(name) is not None:
                 raise Conflict(f"there is a run {name!r} already; choose another name, or resume that one")
             try:
-                path = write_new(document, name=name, root=self.root)
+                path = write_new(document, name=name, root=self.root, began=False)
             except UsageError as error:
                 raise Conflict(str(error)) from None
             self.jobs.want(name, arguments_for(path, self.root / name, verb=verb_of(document)))
@@ -150,7 +156,7 @@ class Runs:
                     raise Conflict(f"{id} is a training of its own; `exitwave train` goes on with it")
                 if command == "retry":
                     self._retry(place)
-                if state not in _BUSY or state == "waiting":
+                if state not in _BUSY or state in ("waiting", "stopping"):  # one that is ending starts again then
                     self.jobs.want(id, self._arguments(place))
         self.jobs.reconcile()
         self._texts.forget(id)
@@ -171,7 +177,8 @@ class Runs:
 
     def _stop(self, place: Place, how: Literal["drain", "cancel"]) -> None:
         """Ours by its process; one of a command line through its campaign's controller, which reads commands."""
-        if self._job(place.id) is not None:
+        job = self._job(place.id)
+        if job is not None and self.jobs.verdict(job).state in _BUSY:
             self.jobs.stop(place.id, how)
         elif place.dataset is None or (holder := lease_holder(place.dataset)) is None:
             raise Conflict(f"{place.id} was started from a command line and is past its campaign: stop it there")

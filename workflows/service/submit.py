@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import write_atomic
 from exitwave.workflows.campaigns import is_parametric
 from exitwave.workflows.config import Document, apply_overrides, dump_yaml, is_pipeline, parse_document, validate
 from exitwave.workflows.service.catalogue import NAME
@@ -24,9 +25,11 @@ __all__ = ["Verb", "arguments_for", "checked", "verb_of", "write_new"]
 
 Verb = Literal["simulate", "run", "online", "tune"]
 
+_OURS = "Submitted to the service."
 _COMMAND_KEYS = ("prologue", "directives", "python")
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:@%+-]{0,200}")
 _PLAIN_FOLDER = re.compile(r"[A-Za-z0-9_./$-]{1,500}")
+_VARIABLES = ("TMPDIR", "USER", "SLURM_JOB_ID")
 _PATH_KEYS = ("cif", "ase_db", "index", "path", "data", "cache")
 
 
@@ -107,8 +110,14 @@ def _refuse_commands(document: Document) -> None:
                     "~/.config/dask/jobqueue.yaml where the service runs"
                 )
         cache = given.get("cache")
-        if isinstance(cache, str) and not _PLAIN_FOLDER.fullmatch(cache):
-            raise UsageError(f"{document.place((section, 'cache'))}: {section}.cache: {cache!r}: expected a folder")
+        if isinstance(cache, str):
+            plain = _PLAIN_FOLDER.fullmatch(cache)
+            others = set(re.findall(r"\$([A-Za-z0-9_]*)", cache)) - set(_VARIABLES)
+            if not plain or others or ("$" in cache and not cache.startswith("$TMPDIR/")):
+                raise UsageError(
+                    f"{document.place((section, 'cache'))}: {section}.cache: {cache!r}: expected a folder below "
+                    "$TMPDIR, of other variables $USER and $SLURM_JOB_ID alone"
+                )
 
 
 def _refuse_program(document: Document) -> None:
@@ -124,18 +133,41 @@ def _refuse_program(document: Document) -> None:
     validate(document, ParametricSpec)
 
 
-def write_new(document: Document, *, name: str, root: Path) -> Path:
-    """ROOT/NAME.yaml, if neither it nor a folder NAME is there. Raises UsageError where one is."""
+def write_new(document: Document, *, name: str, root: Path, began: bool = True) -> Path:
+    """ROOT/NAME.yaml, if neither it nor a folder NAME is there. Raises UsageError where one is.
+
+    `began=False`: no run of that name ever began; a file that the service wrote for it, and was killed, does not count.
+    """
     path = root / f"{name}.yaml"
-    if (root / name).exists() or path.exists():
-        raise UsageError(f"name: {name}: there is a run of that name already; choose another, or resume that one")
-    text = dump_yaml(document.data, comment=["Submitted to the service."])
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(fd)
+    taken = UsageError(f"name: {name}: there is a run of that name already; choose another, or resume that one")
+    if (root / name).exists():
+        raise taken
+    text = dump_yaml(document.data, comment=[_OURS])
+    if not began and _is_left_over(path):
+        write_atomic(path, text.encode())
+        return path
+    if path.exists():
+        raise taken
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        raise taken from None
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+    except BaseException:  # a full disk: the name is free again
+        path.unlink(missing_ok=True)
+        raise
     return path
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether the service wrote it, or was about to."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    return path.stat().st_size == 0 or path.read_bytes().startswith(f"# {_OURS}\n".encode())
 
 
 def arguments_for(configuration: Path, out: Path, *, verb: Verb) -> list[str]:
@@ -148,6 +180,6 @@ def verb_of(document: Document) -> Verb:
     """What a submitted configuration asks for: a section `tune` for a search, `online` for training meanwhile."""
     if not is_pipeline(document):
         return "simulate"
-    if "tune" in document.data:
+    if document.data.get("tune") is not None:
         return "tune"
-    return "online" if "online" in document.data else "run"
+    return "online" if document.data.get("online") is not None else "run"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -41,7 +42,7 @@ def main() -> None:
         {"name": "scheduler's growth from 10 % on, MB", "value": round(found.scheduler_growth / 1e6, 1), "target": 50},
         {"name": "overhead, ms a task", "value": found.ms_per_task, "target": 5},
         {"name": "status from the counters, s (slowest)", "value": found.status_s, "target": 0.2},
-        {"name": "`exitwave status`, s (median)", "value": found.command_s, "target": 1.5},
+        {"name": "`exitwave status`, s (slowest)", "value": max(found.command_s, default=math.nan), "target": 1.5},
     ]
     document = {
         "bench": "campaign of many tasks",

@@ -11,10 +11,8 @@ import contextlib
 import ctypes
 import hashlib
 import json
-import math
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -157,6 +155,7 @@ class _Loop(CampaignLoop):
 class ManyTasks:
     """What was measured. Memory in bytes (resident set), each row: share done, controller, scheduler, status (s).
 
+    `status_s`: the slowest look at the counters; `command_s`: each `exitwave status`, a process of its own.
     `cpu_ms_per_task`: of controller, scheduler, and all workers with the processes of their tasks.
     """
 
@@ -166,7 +165,7 @@ class ManyTasks:
     controller_growth: int
     scheduler_growth: int
     status_s: float
-    command_s: float
+    command_s: tuple[float, ...]
     cpu_ms_per_task: Mapping[str, float]
     rows: tuple[tuple[float, int, int, float], ...]
 
@@ -234,7 +233,7 @@ def _measure(dataset: Path, address: str, pids: list[int], tasks: int, every_s: 
         controller_growth=max(row[1] for row in late or rows) - first[1],
         scheduler_growth=max(row[2] for row in late or rows) - first[2],
         status_s=round(max(row[3] for row in rows), 4),
-        command_s=round(statistics.median(command_s), 3) if command_s else math.nan,
+        command_s=tuple(round(each, 3) for each in command_s),
         cpu_ms_per_task={who: round(value, 3) for who, value in spent.items()},
         rows=tuple(rows),
     )

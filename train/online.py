@@ -184,7 +184,11 @@ class Arrivals:
             raise UsageError(
                 f"{source}: the shards up to line {told[-1]['seq']} of the manifest were others then "
                 f"({told[-1]['samples']} samples then, {dataset.n_arrived(told[-1]['seq'])} now; {now}): some were "
-                "taken out or replaced since. Start the training again (--fresh)"
+                + (
+                    "taken out or replaced since, so that it cannot be done again"
+                    if self.replaying
+                    else f"taken out or replaced since. Remove {path.parent} to train again on those that are there"
+                )
             )
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from exitwave.ingest.errors import UsageError
 from exitwave.ingest.strict_model import StrictModel
 from exitwave.simulate.distributions import Choice, bounds
 from exitwave.simulate.plan import Plan
@@ -61,6 +63,10 @@ def conflict(section: AdaptiveSection, campaign: CampaignSpec, train: TrainSpec)
     """Why the section does not go with the rest of the pipeline, or None."""
     if train.task != "reconstruct" or train.data.input is not None:
         return f"a network that reconstructs potentials is expected, train.task is {train.task}"
+    if train.train_split != "train":
+        return (
+            f"rounds add to split 'train', train.train_split is {train.train_split!r}: the network would not see them"
+        )
     if campaign.fan_out.width > 1:
         return "a round chooses samples one by one: leave campaign.fan_out away"
     drawn = campaign.sampling.drawn()
@@ -92,7 +98,7 @@ def cost_of(section: AdaptiveSection, plan: Plan) -> str:
 
 
 def axes_of(section: AdaptiveSection, plan: Plan) -> tuple[Axis, ...]:
-    """The grid of regions."""
+    """The grid of regions. UsageError where the crystals leave nothing to choose between."""
     structures = trained_structures(plan)
     drawn = plan.spec.sampling.drawn()
     axes = []
@@ -109,6 +115,11 @@ def axes_of(section: AdaptiveSection, plan: Plan) -> tuple[Axis, ...]:
             means = [mean_atomic_number(structure) for structure in structures]
             low, high = bounds(drawn[name]) if name in drawn else (min(means), max(means))
             edges = tuple(low + (high - low) * k / bins for k in range(1, bins))
+        if name == "atomic_number" and len({bisect_right(edges, mean_atomic_number(s)) for s in structures}) == 1:
+            raise UsageError(
+                f"adaptive.regions.atomic_number: all {len(structures)} structures fall into one of its bins "
+                f"({', '.join(_labels(edges))}): there is nothing to choose between; leave it out, or give other edges"
+            )
         axes.append(Axis(name=name, labels=_labels(edges), edges=edges))
     return tuple(axes)
 

@@ -37,7 +37,18 @@ from exitwave.workflows.nodes_spec import STATE, LaunchSection, ranks_a_node, tr
 from exitwave.workflows.provenance import versions
 from exitwave.workflows.session import Session
 
-__all__ = ["NodeJob", "follow_job", "job_name", "job_of", "node_job", "run_job", "submit_job", "train_on_nodes"]
+__all__ = [
+    "NodeJob",
+    "follow_job",
+    "job_name",
+    "job_of",
+    "node_job",
+    "refuse_while_job",
+    "require_job",
+    "run_job",
+    "submit_job",
+    "train_on_nodes",
+]
 
 _POLL_S = 0.5
 _ASK_S = 3.0
@@ -109,12 +120,7 @@ def run_job(session: Session, job: NodeJob, feed: Callable[[Mapping[str, Any]], 
 
 def submit_job(session: Session, job: NodeJob, script: str) -> str:
     """The number of RUN's job: one that is under way already, or a new one."""
-    missing = [tool for tool in ("sbatch", "squeue", "scancel") if shutil.which(tool) is None]
-    if missing:
-        raise UsageError(
-            f"--nodes {job.nodes}: {', '.join(missing)} not found on PATH. Run it on a node of the cluster; --script "
-            "prints the job's script anywhere."
-        )
+    _require_tools(job.nodes)
     make_folder(job.state)
     with FileLock(job.state / "submit.lock", blocking=True):
         if (found := _under_way(job)) is not None:
@@ -132,14 +138,49 @@ def submit_job(session: Session, job: NodeJob, script: str) -> str:
     return job_id
 
 
+def _require_tools(nodes: int) -> None:
+    missing = [tool for tool in ("sbatch", "squeue", "scancel") if shutil.which(tool) is None]
+    if missing:
+        raise UsageError(
+            f"--nodes {nodes}: {', '.join(missing)} not found on PATH. Run it on a node of the cluster; "
+            "`exitwave train --script` prints the job's script anywhere."
+        )
+
+
+def require_job(launch: LaunchSection, *, nodes: int, ranks: int) -> None:
+    """Say before a campaign of hours that its training could not be submitted. Raises UsageError."""
+    try:
+        training_script(_filled(launch), nodes=nodes, ranks=ranks, name="job", out=Path("/run"), command=[])
+    except ValueError as error:
+        raise UsageError(f"launch: {error}.") from None
+    _require_tools(nodes)
+
+
+def refuse_while_job(out: Path) -> None:
+    """What is below `out` shall be deleted: UsageError where a job still trains there."""
+    records = [path for depth in range(4) for path in out.glob("*/" * depth + f"{STATE}/job.json")]
+    for record in records:
+        number, name = _read_record(record)
+        rows = _asked(name) if number and shutil.which("squeue") is not None else {}
+        if rows is None or number in rows:
+            what = (
+                "may still be at it: squeue does not answer" if rows is None else f"is at it: `scancel {number}` first"
+            )
+            raise UsageError(f"{record.parent.parent}: job {number} {what}. Nothing was deleted.")
+
+
 def _record(job: NodeJob) -> Path:
     return job.state / "job.json"
 
 
 def _recorded(job: NodeJob) -> tuple[str, str]:
     """Number and name of the job that was submitted last; empty where none was."""
+    return _read_record(_record(job))
+
+
+def _read_record(path: Path) -> tuple[str, str]:
     try:
-        before = json.loads(_record(job).read_text())
+        before = json.loads(path.read_text())
         return str(before["job"]), str(before["name"])
     except (OSError, ValueError, KeyError, TypeError):
         return "", ""
@@ -159,17 +200,16 @@ def _under_way(job: NodeJob) -> str | None:
 
 def _refuse_changed(job: NodeJob, job_id: str) -> None:
     """What a job trains is what it was submitted with, whatever the file says by now."""
-    same = True
+    same = False
     with suppress(OSError):
-        before = (job.state / "train.yaml").read_text()
+        script, before = (job.state / "job.sh").read_text(), (job.state / "train.yaml").read_text()
         same = _content(before) == _content(dump_yaml(job.spec.canonical()))
-    with suppress(OSError):
-        same = same and shlex.join(["--data", str(job.data)]) in (job.state / "job.sh").read_text()
+        same = same and shlex.join(["--data", str(job.data)]) in script and (not job.fresh or " --fresh " in script)
     if not same:
         raise UsageError(
-            f"{job.out}: job {job_id} is at another training there: its configuration ({job.state / 'train.yaml'}) or "
-            f"its data set is not the one given now. Give those again to follow it, `scancel {job_id}` to end it, or "
-            "another --out."
+            f"{job.out}: job {job_id} is at another training there: its configuration ({job.state / 'train.yaml'}), "
+            f"its data set or --fresh ({job.state / 'job.sh'}) is not what is given now. Give those again to follow "
+            f"it, `scancel {job_id}` to end it, or another --out."
         )
 
 
@@ -258,13 +298,20 @@ def _state(job: NodeJob, job_id: str) -> str:
 
 def _rows(job: NodeJob) -> dict[str, str] | None:
     """Number and state of RUN's jobs that are queued or running; None: squeue does not answer."""
-    names = dict.fromkeys(name for name in (job.name, _recorded(job)[1]) if name)
-    done = _run("squeue", "--noheader", f"--name={','.join(names)}", "--format=%i %T")
+    last, name = _recorded(job)
+    rows = _asked(job.name)
+    if rows is None or name in ("", job.name):
+        return rows
+    earlier = _asked(name)  # submitted under another name, which may be that of other folders' jobs too
+    return None if earlier is None else rows | {number: earlier[number] for number in (last,) if number in earlier}
+
+
+def _asked(name: str) -> dict[str, str] | None:
+    """Number and state of the jobs of that name."""
+    done = _run("squeue", "--noheader", f"--name={name}", "--format=%i %T")
     if done.returncode != 0:
         return None
-    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if len(line.split()) == 2)
-    last = _recorded(job)[0]
-    return {number: state for number, state in rows.items() if number == last or len(names) == 1}
+    return dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if len(line.split()) == 2)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -280,17 +327,21 @@ def job_name(word: str, out: Path) -> str:
     return f"exitwave-{''.join(c if c.isalnum() or c in '-_.' else '-' for c in word)[:40]}-{folder}"
 
 
+def _filled(launch: LaunchSection) -> LaunchSection:
+    from exitwave.simulate.cluster_slurm import site_defaults
+
+    return launch.model_copy(update={"slurm": launch.slurm.filled(site_defaults())})
+
+
 def node_job(
     config_name: str, launch: LaunchSection, *, spec: Any, data: Path, out: Path, nodes: int, ranks: int,
     cache: str | None, cache_capacity: int | None = None, mesh: str = "auto", fresh: bool = False,
 ) -> NodeJob:  # fmt: skip
     """A job with what the site's Dask configuration says where `launch.slurm` says nothing, and whole paths."""
-    from exitwave.simulate.cluster_slurm import site_defaults
-
-    launch = launch.model_copy(update={"slurm": launch.slurm.filled(site_defaults())})
     if cache is not None and not cache.startswith("$"):
         cache = str(Path(cache).absolute())
     return NodeJob(
-        spec=spec, data=find_dataset(data).absolute(), out=out.absolute(), launch=launch, nodes=nodes, ranks=ranks,
-        name=job_name(config_name, out), cache=cache, cache_capacity=cache_capacity, mesh=mesh, fresh=fresh,
+        spec=spec, data=find_dataset(data).absolute(), out=out.absolute(), launch=_filled(launch), nodes=nodes,
+        ranks=ranks, name=job_name(config_name, out), cache=cache,
+        cache_capacity=cache_capacity, mesh=mesh, fresh=fresh,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from exitwave.ingest.errors import UsageError
 from exitwave.workflows.config import in_allocation, place_of_node, rank_environment
+from exitwave.workflows.nodes_spec import ranks_a_node
 from exitwave.workflows.session import open_session
 
 __all__ = ["NodesAsked", "train_by_nodes"]
@@ -51,6 +52,10 @@ def train_by_nodes(
         raise UsageError("--nodes: this process is a rank of torchrun already; leave --nodes out.")
     shape = check_mesh(mesh, ranks)
     total = ranks or (shape[0] * shape[1] if shape is not None else max(training.ranks or 1, nodes))
+    try:
+        ranks_a_node(total, nodes)
+    except ValueError as error:
+        raise UsageError(f"--nodes: {error}.") from None
     on_node = str(cache) if cache is not None else (training.launch.cache if training.ranks is not None else None)
     place = place_of_node(nodes) if asked.nodes is not None else None
     if place is not None:

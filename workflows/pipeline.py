@@ -26,7 +26,8 @@ from exitwave.simulate.live import LiveStatus
 from exitwave.workflows.campaigns import Planned, plan_campaign
 from exitwave.workflows.config import Document, apply_overrides, is_pipeline, load_document, validate
 from exitwave.workflows.launch import locked
-from exitwave.workflows.pipeline_folder import claim, refuse_foreign, refuse_the_other_way
+from exitwave.workflows.pipeline_fit import misfit
+from exitwave.workflows.pipeline_folder import claim, refuse_foreign, refuse_the_other_way, trained
 from exitwave.workflows.pipeline_line import Line
 from exitwave.workflows.pipeline_spec import PipelineSpec
 from exitwave.workflows.progress import human_seconds
@@ -68,12 +69,22 @@ def run_pipeline(
     nodes = nodes or spec.launch.nodes
     if online and nodes is not None:
         raise UsageError("--online: it trains on this machine; leave --nodes and launch.nodes out.")
+    if nodes is not None and not trained(out / "train", spec.train):
+        from exitwave.workflows.nodes_submit import require_job
+
+        require_job(spec.launch, nodes=nodes, ranks=max(ranks or spec.ranks, nodes))
     began = time.monotonic()
     planned = plan_campaign(document, spec.campaign, ("campaign",), session=session)
     planned = dataclasses.replace(planned, section=spec.cluster)
-    settings = _online_settings(spec, planned) if online else None
+    if (lacks := misfit(spec, planned.plan)) is not None:
+        raise UsageError(f"{path}: {lacks}.")
+    settings = _online_settings(spec, planned, ranks or spec.ranks) if online else None
     refuse_foreign(out)
     with locked(out):
+        if fresh:
+            from exitwave.workflows.nodes_submit import refuse_while_job
+
+            refuse_while_job(out)
         resumed = claim(out, spec, fresh=fresh)
         refuse_the_other_way(out / "train", spec.train, settings)
         log = EventLog(out / "events.jsonl")
@@ -100,7 +111,7 @@ def run_pipeline(
     return _document(out, report, metrics, failed=failed, seconds=seconds)
 
 
-def _online_settings(spec: PipelineSpec, planned: Planned) -> ReservoirSettings:
+def _online_settings(spec: PipelineSpec, planned: Planned, ranks: int) -> ReservoirSettings:
     """What the order of samples follows from.
 
     UsageError, before anything is made, for a pipeline whose training cannot begin early.
@@ -111,6 +122,8 @@ def _online_settings(spec: PipelineSpec, planned: Planned) -> ReservoirSettings:
     if spec.adaptive is not None:
         raise UsageError("--online: the rounds of an adaptive campaign are trained between, not beside; leave one out")
     refuse_unfit(spec.train)
+    if ranks > spec.train.batch:
+        raise UsageError(f"--online: expected at most as many ranks as samples in a batch, {spec.train.batch}: {ranks}")
     return settings_of(spec.online or OnlineSection(), planned.plan, spec.train)
 
 

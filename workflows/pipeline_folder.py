@@ -85,7 +85,7 @@ def refuse_the_other_way(run: Path, spec: TrainSpec, online: ReservoirSettings |
         began = "without" if then is None else "with"
         raise UsageError(
             f"{run.parent}: its training began {began} --online and goes on so. Give the same command {began} it, or "
-            "--fresh to start again."
+            f"remove {run} to train again on the samples that are there."
         )
     now = None if online is None else online.to_json()
     if changed := differences(then or {}, now or {}):

@@ -192,9 +192,9 @@ class Line:
         """Measures each split; the first one comes last, so that metrics.json is of it."""
         metrics: dict[str, Any] = {}
         for split in reversed(self.spec.evaluate.splits):
-            path = self.run / f"metrics-{split}.json"
-            if path.exists() and path.stat().st_mtime_ns >= (self.run / "model.pt").stat().st_mtime_ns:
-                metrics = json.loads(path.read_text())
+            found = _measured(self.run, split, leads=split == self.spec.evaluate.splits[0])
+            if found is not None:
+                metrics = found
                 self._skip("evaluate", f"the metrics of split {split} are there")
             else:
                 with self._part("evaluate"):
@@ -230,10 +230,29 @@ class Line:
             self.log.emit(ended, part=part, seconds=round(time.monotonic() - began, 3))
 
 
+def _measured(run: Path, split: str, *, leads: bool) -> dict[str, Any] | None:
+    """The metrics of a split, where they are there and of this model; metrics.json is to be of the one that leads.
+
+    A kill, or `exitwave evaluate` of another split since, leaves them apart.
+    """
+    path = run / f"metrics-{split}.json"
+    try:
+        content = path.read_bytes()
+        old = path.stat().st_mtime_ns < (run / "model.pt").stat().st_mtime_ns
+        if old or (leads and (run / "metrics.json").read_bytes() != content):
+            return None
+        found = json.loads(content)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _committed(dataset: Path, wanted: set[str]) -> int:
-    """How many of the wanted shards the manifest lists."""
+    """How many of the wanted shards the manifest lists and the disk still has: the campaign makes the others again."""
     from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
+    from exitwave.simulate.campaign_resume import lost_shards
 
     if not (dataset / MANIFEST_NAME).exists():
         return 0
-    return len(wanted & {shard.shard_id for shard in load_manifest(dataset).shards})
+    shards = [shard for shard in load_manifest(dataset).shards if shard.shard_id in wanted]
+    return len(shards) - sum(1 for _ in lost_shards(dataset, shards))

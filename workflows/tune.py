@@ -12,6 +12,7 @@ The same command goes on where it was, whatever ended it. More trials may be ask
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -19,11 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exitwave.ingest.errors import InterruptedRunError, UsageError
-from exitwave.ingest.events import EventLog
+from pydantic import ValidationError
+
+from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
+from exitwave.ingest.events import EventLog, read_events
 from exitwave.ingest.files import write_atomic
-from exitwave.ingest.manifest import load_manifest
+from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 from exitwave.simulate.cluster import make_cluster
+from exitwave.simulate.lease import lease_holder
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, default_workers, plan_campaign, run_planned, tell_warnings
 from exitwave.workflows.config import (
@@ -32,7 +36,6 @@ from exitwave.workflows.config import (
     differences,
     dump_yaml,
     load_document,
-    read_resolved,
     resolved_comment,
     validate,
 )
@@ -43,10 +46,11 @@ from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.provenance import git_commit, versions
 from exitwave.workflows.session import Session
 from exitwave.workflows.tune_loop import StudyLoop
-from exitwave.workflows.tune_record import Study, Trial, best_trial, counts
+from exitwave.workflows.tune_record import Study, Trial, best_trial, counts, fold
 from exitwave.workflows.tune_sampler import importance, require_optuna
 from exitwave.workflows.tune_space import trial_spec
 from exitwave.workflows.tune_spec import TuneSpec
+from exitwave.workflows.tune_status import read_search
 
 __all__ = ["read_study", "tune_pipeline"]
 
@@ -83,7 +87,10 @@ def tune_pipeline(
         with session.progress() as feed:
             if planned is not None:
                 data = out / "dataset"
-                _simulate(session, planned, data, cluster=kind, workers=n, feed=feed)
+                if fold(read_events(out / "events.jsonl")).trials and (data / MANIFEST_NAME).exists():
+                    session.note("simulate: the trials so far share what is committed, and so will the others")
+                else:
+                    _simulate(session, planned, data, cluster=kind, workers=n, feed=feed)
             assert data is not None
             study = _search(session, sections, out, data, cluster=kind, workers=n, feed=feed)
         return _finish(out, sections, study, folder=document.folder)
@@ -126,7 +133,7 @@ def _claim(out: Path, sections: PipelineSections, data: Path | None) -> None:
     """Make the folder this search's, or find that it is, with as many trials or fewer. Called under its lock."""
     path, now = out / "tune.yaml", _resolved(sections, data)
     if path.exists():
-        before = read_resolved(path)
+        before = _read_again(out)
         changed = differences(_what(before), _what(now))
         fewer = before["tune"]["trials"] > now["tune"]["trials"]
         if fewer:
@@ -138,15 +145,26 @@ def _claim(out: Path, sections: PipelineSections, data: Path | None) -> None:
                 "another --out for another search."
             )
     made = {**versions(), "commit": git_commit() or "unknown"}
-    write_atomic(path, dump_yaml(now, comment=resolved_comment("A search", made)).encode())
+    where = [] if data is None else [f"On the data set {json.dumps(str(data.absolute()))}."]
+    write_atomic(path, dump_yaml(now, comment=[*resolved_comment("A search", made), *where]).encode())
+
+
+def _read_again(out: Path) -> dict[str, Any]:
+    """What an earlier attempt resolved, with the defaults of keys that came since. UsageError where it is damaged."""
+    found, _ = read_search(out)
+    found.pop("data", None)
+    try:
+        return _resolved(PipelineSections.model_validate(found), None)
+    except ValidationError:
+        return found
 
 
 def _resolved(sections: PipelineSections, data: Path | None) -> dict[str, Any]:
     """Every default filled in; of structures and ranges only what they say."""
     found: dict[str, Any] = json.loads(sections.model_dump_json())
     if data is not None:
-        found |= {"campaign": None, "data": str(data.absolute())}
-    else:
+        found["campaign"] = None
+    elif found["campaign"] is not None:
         structures = found["campaign"]["structures"]
         found["campaign"]["structures"] = [{k: v for k, v in s.items() if v not in (None, [], "")} for s in structures]
     space = found["tune"]["space"]
@@ -196,7 +214,9 @@ def _search(
     assert tune is not None and train is not None
     require_split(data, train.train_split)
     require_split(data, train.val_split)
-    dataset_id = load_manifest(data).header.dataset_id
+    _refuse_growing(data)
+    manifest = load_manifest(data)
+    dataset_id, samples = manifest.header.dataset_id, manifest.n_samples
     here = workers or default_workers() if cluster == "local" else workers
     made = make_cluster(
         cluster,
@@ -207,25 +227,63 @@ def _search(
     )
     log = EventLog(out / "events.jsonl")
     loop = StudyLoop(
-        out, tune, train, data, made, log, stop=session.stop, one_machine=cluster == "local", feed=feed
+        out, tune, train, data, made, log, stop=session.stop, one_machine=cluster == "local", feed=feed,
+        same_data=lambda: _refuse_other_data(out, data, dataset_id, samples),
     )  # fmt: skip
-    if loop.study.dataset_id not in ("", dataset_id):
-        raise UsageError(
-            f"{data}: the trials in {out} were trained on another data set ({loop.study.dataset_id}, not {dataset_id})."
-        )
+    if loop.study.trials:
+        _refuse_other_data(out, data, loop.study.dataset_id or dataset_id, loop.study.samples or samples)
     if not loop.due():
         session.note("tune: every trial has ended")
         return loop.study
     ended = sum(t.ended for t in loop.study.trials)
     if loop.study.trials:
         session.note(f"Going on with {out}: {ended} of {tune.trials} trials have ended and are not run again.")
-    log.emit("study_started", name=sections.name, trials=tune.trials, dataset_id=dataset_id, cluster=cluster)
+    log.emit(
+        "study_started", name=sections.name, trials=tune.trials, dataset_id=dataset_id, samples=samples,
+        data=str(data.absolute()), cluster=cluster,
+    )  # fmt: skip
     try:
         with session.finishing("the trials in hand, each to a checkpoint"):
             return loop.execute()
     except InterruptedRunError as error:
         log.emit("study_interrupted", why=str(error))
         raise
+
+
+def _refuse_growing(data: Path) -> None:
+    """UsageError while a campaign writes into `data`."""
+    holder = None
+    with contextlib.suppress(OSError):  # of a file system without locks: what grows is noticed before the next trial
+        holder = lease_holder(data)
+    if holder is not None:
+        raise UsageError(
+            f"{data}: its campaign is running (host {holder.get('host', '?')}, pid {holder.get('pid', '?')}), and all "
+            "trials need the same samples. Give the same command again when it has ended."
+        )
+
+
+def _refuse_other_data(out: Path, data: Path, dataset_id: str, samples: int) -> None:
+    """UsageError where `data` is not, or no longer, what trials share; DamagedDataError where some of it is gone.
+
+    What grew is other data: trials before and after could not be compared.
+    """
+    manifest = load_manifest(data)
+    if manifest.header.dataset_id != dataset_id:
+        raise UsageError(
+            f"{data}: the trials in {out} were trained on another data set ({dataset_id}, not "
+            f"{manifest.header.dataset_id})."
+        )
+    if manifest.n_samples != samples:
+        raise UsageError(
+            f"{data}: the trials in {out} share its {samples} samples; now it has {manifest.n_samples}, and trials "
+            "could not be compared. Give another --out for a search on all of them, when its campaign is finished."
+        )
+    missing = [shard.path for shard in manifest.shards if not (data / shard.path).exists()]
+    if missing:
+        raise DamagedDataError(
+            f"{data}: {len(missing)} of {len(manifest.shards)} shards are gone ({missing[0]} first). Bring them back, "
+            "then the same command goes on."
+        )
 
 
 def _finish(out: Path, sections: PipelineSections, study: Study, *, folder: Path) -> dict[str, Any]:
@@ -241,7 +299,11 @@ def _finish(out: Path, sections: PipelineSections, study: Study, *, folder: Path
     if best is not None:
         made = _best_pipeline(sections, trial_spec(tune, train, best.values), folder)
         head = f"The pipeline with the values of trial {best.number}, the best of {len(study.trials)}"
-        write_atomic(out / "best.yaml", dump_yaml(made, comment=resolved_comment(head, versions())).encode())
+        long = (
+            "It trains as long as a trial did (tune.budget): for more, raise train.steps or set train.epochs instead."
+        )
+        comment = [*resolved_comment(head, versions()), long]
+        write_atomic(out / "best.yaml", dump_yaml(made, comment=comment).encode())
     return _document(out, tune, study, best, write_report(out))
 
 

@@ -9,6 +9,9 @@
    same thread passes on a Ctrl-C, and the end of the search's time.
 4. A trial ends once: finished, pruned or failed with its reason. A death (of its process or its worker) is no failure:
    it goes on, unless it died `_DEATHS` times without a new checkpoint in between.
+5. All trials train on the same data: `same_data` is asked before each begins, and when one failed. Where the data is
+   gone, no trial has failed by that; the search ends, and goes on when the data is back. So it ends when `_IN_A_ROW`
+   trials failed for a reason that no value explains, instead of wearing out all others.
 
 The lock is held for every look at the record and every change of it; never while the cluster is waited for.
 """
@@ -22,8 +25,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from exitwave.ingest.errors import InterruptedRunError
+from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
 from exitwave.ingest.events import EventLog, read_events
+from exitwave.ingest.files import disk_full_means_interrupted
 from exitwave.simulate.cluster import Cluster, Outcome
 from exitwave.simulate.worker import run_guarded_call
 from exitwave.simulate.worker_guard import Limits
@@ -38,6 +42,8 @@ from exitwave.workflows.tune_trial import SIMULATOR, STOP_NAME, TrialTask, last_
 __all__ = ["StudyLoop", "ranks_for", "rung_of"]
 
 _DEATHS = 5
+_IN_A_ROW = 5
+_NO_ANSWER = ("error", "damaged data")  # failures that lie in the machine or the data, not in the values
 _LOOK_EVERY_S = 0.2
 _DRAIN_S = 600.0
 
@@ -72,7 +78,9 @@ class StudyLoop:
         stop: threading.Event,
         one_machine: bool,
         feed: Callable[[Mapping[str, Any]], None],
+        same_data: Callable[[], None] = lambda: None,
     ) -> None:
+        self.same_data, self.unexplained = same_data, 0
         self.folder, self.tune, self.train, self.dataset = folder, tune, train, dataset
         self.cluster, self.log, self.stop, self.one_machine, self.feed = cluster, log, stop, one_machine, feed
         self.lock = threading.RLock()
@@ -96,6 +104,9 @@ class StudyLoop:
         """Until every trial has ended, or the time is over. InterruptedRunError after a drain."""
         if not self.due():
             return self.study
+        for trial in self.study.trials:
+            if trial.state == "pruned":  # a kill may have come before it was told, and on other machines it goes on
+                self._stop(trial.number, "pruned")
         self.cluster.start(SIMULATOR)
         done = threading.Event()
         watching = threading.Thread(target=self._watch, args=(done,), name="exitwave-tune-watch", daemon=True)
@@ -153,6 +164,9 @@ class StudyLoop:
     def _hand_out(self) -> None:
         """One trial a worker: those that were begun before, then new ones."""
         while len(self.running) < self.cluster.n_workers:
+            self._look_at_the_clock()  # trials that fail at once are many in a moment
+            if self.stopping:
+                return
             waiting = [t.number for t in self.study.trials if not t.ended and t.number not in self.running]
             if waiting:
                 number = waiting[0]
@@ -174,6 +188,7 @@ class StudyLoop:
         (out / STOP_NAME).unlink(missing_ok=True)
         ended = sum(t.ended for t in self.study.trials)
         ranks = self._ranks(left=self.tune.trials - ended, batch=spec.batch)
+        self.same_data()
         self.log.emit("trial_begun", n=number, ranks=ranks)
         self.running[number] = EventTail(out / "events.jsonl", from_end=False)
         task = TrialTask(
@@ -209,12 +224,29 @@ class StudyLoop:
         elif report:
             self._lost(number, kind=str(report["state"]), why=str(report["why"]), seconds=float(report["seconds"]))
         elif result["ended"] == "finished":
+            self.unexplained = 0
             self._emit("trial_finished", number, result, "value", "step", "seconds", "host")
         elif result["ended"] == "stopped":
             self._emit("trial_stopped", number, result, "step", "seconds", "host")
         else:
-            self._emit("trial_failed", number, result, "state", "why", "seconds", "host")
+            self._failed(number, result)
         self._tell()
+
+    def _failed(self, number: int, result: Mapping[str, Any]) -> None:
+        if result["state"] != "diverged":
+            self.same_data()
+        self._emit("trial_failed", number, result, "state", "why", "seconds", "host")
+        self._count(str(result["state"]), str(result["why"]))
+
+    def _count(self, state: str, why: str) -> None:
+        """DamagedDataError where one trial after the other failed for no reason of its own."""
+        self.unexplained = self.unexplained + 1 if state in _NO_ANSWER else 0
+        if self.unexplained >= _IN_A_ROW:
+            left = self.tune.trials - sum(t.ended for t in self.study.trials)
+            raise DamagedDataError(
+                f"{self.folder}: {_IN_A_ROW} trials failed one after the other, the last one so: {why}. The search "
+                f"stopped, so that the {left} others do not; mend the cause, then the same command goes on with them."
+            )
 
     def _emit(self, kind: str, number: int, result: Mapping[str, Any], *names: str) -> None:
         self.log.emit(kind, n=number, **{name: result[name] for name in names})
@@ -224,7 +256,9 @@ class StudyLoop:
         if kind == "disk-full":
             raise InterruptedRunError(f"{self.folder}: no room on the disk ({why}). Make room, and it goes on")
         if kind in ("memory", "error"):
+            self.same_data()
             self.log.emit("trial_failed", n=number, state=kind, why=why, seconds=seconds)
+            self._count(kind, why)
             return
         step = last_step(self.folder / "trials" / str(number))
         self.log.emit("trial_lost", n=number, step=step, why=why, seconds=seconds)
@@ -267,7 +301,8 @@ class StudyLoop:
     def _stop(self, number: int, why: str) -> None:
         path = self.folder / "trials" / str(number) / STOP_NAME
         if path.parent.is_dir() and not path.exists():
-            path.write_text(f"{why}\n")
+            with disk_full_means_interrupted(path):
+                path.write_text(f"{why}\n")
 
     def _tell(self) -> None:
         """For the progress bar."""

@@ -1,6 +1,6 @@
 """What is known of a search: folded from STUDY/events.jsonl, which the one controller writes (pure).
 
-    study_started    name, trials, dataset_id, workers, cluster
+    study_started    name, trials, dataset_id, samples, data, cluster
     trial_asked      n, values              before anything of the trial runs: its number and values are settled by this
     trial_begun      n, ranks               handed to a worker, for the first time or again
     trial_reported   n, rung, step, value   a validation; rung: 1 … validations, the part of the budget that is behind
@@ -58,6 +58,7 @@ class Study:
     seconds: float = 0.0
     planned: int = 0
     dataset_id: str = ""
+    samples: int = 0  # of the data set; 0: not told
     importance: Mapping[str, float] = field(default_factory=dict)
 
     def trial(self, number: int) -> Trial:
@@ -77,12 +78,15 @@ class Folding:
     def add(self, event: Mapping[str, Any]) -> None:
         kind, t = str(event["kind"]), float(event.get("t", 0.0))
         if kind.startswith("study_") and self._began is not None:
-            self._before += (self._last if kind == "study_started" else t) - self._began
+            self._before += max(
+                0.0, (self._last if kind == "study_started" else t) - self._began
+            )  # clocks are set back
             self._began = None
         if kind == "study_started":
             self._began = t
             planned, dataset_id = int(event.get("trials", 0)), str(event.get("dataset_id", ""))
-            self._head = dataclasses.replace(self._head, planned=planned, dataset_id=dataset_id)
+            samples = int(event.get("samples", 0))
+            self._head = dataclasses.replace(self._head, planned=planned, dataset_id=dataset_id, samples=samples)
         elif kind == "study_finished":
             self._head = dataclasses.replace(self._head, importance=dict(event.get("importance") or {}))
         elif kind == "trial_asked" and int(event["n"]) == len(self._trials):  # numbers are given without gaps
@@ -96,7 +100,7 @@ class Folding:
 
     @property
     def study(self) -> Study:
-        spent = 0.0 if self._began is None else self._last - self._began
+        spent = 0.0 if self._began is None else max(0.0, self._last - self._began)
         return dataclasses.replace(self._head, trials=tuple(self._trials), seconds=self._before + spent)
 
 
@@ -160,8 +164,10 @@ def best_trial(trials: Sequence[Trial], *, maximize: bool) -> Trial | None:
 def best_so_far(trials: Sequence[Trial], *, maximize: bool) -> list[tuple[int, float]]:
     """(number, best value up to it) wherever a finished trial was better than all before it."""
     steps: list[tuple[int, float]] = []
+    best: Trial | None = None
     for trial in trials:
-        best = best_trial(trials[: trial.number + 1], maximize=maximize)
-        if best is not None and best.value is not None and best.number == trial.number:
-            steps.append((trial.number, best.value))
+        now = best_trial([trial] if best is None else [best, trial], maximize=maximize)
+        if now is not None and now is not best and now.value is not None:
+            best = now
+            steps.append((now.number, now.value))
     return steps

@@ -56,16 +56,22 @@ def next_values(tune: TuneSpec, trials: Sequence[Trial], number: int) -> dict[st
                 seed=seed, n_startup_trials=tune.sampler.startup, multivariate=True, constant_liar=True
             )
     study = _study(optuna, tune, trials, sampler, maximize=tune.objective.maximize)
-    asked = study.ask(_distributions(optuna, tune))
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ranges so wide that neighbours are one number
+        asked = study.ask(_distributions(optuna, tune))
     return {key: _value(tune.space[key], asked.params[key]) for key in tune.space}
 
 
 def gives_up(tune: TuneSpec, trials: Sequence[Trial], number: int, rung: int) -> bool:
     """Whether trial `number` is worse, at `rung`, than those that finished before this question."""
-    if tune.pruner.name == "none":
+    done = [t for t in trials if t.state == "finished"]
+    if tune.pruner.name == "none" or len(done) < tune.pruner.startup or rung <= tune.pruner.warmup:
         return False
     optuna = require_optuna()
-    study = _study(optuna, tune, [t for t in trials if t.state == "finished"], None, maximize=False)
+    study = optuna.create_study(direction="minimize")
+    for other in done:  # what they were at this point is all that counts: a question costs no more than it must
+        seen = {rung: other.reports[rung]} if rung in other.reports else {}
+        study.add_trial(optuna.trial.create_trial(value=other.value, intermediate_values=seen))
     trial = trials[number]
     asked = optuna.trial.FrozenTrial(
         number=len(study.trials), trial_id=len(study.trials), state=optuna.trial.TrialState.RUNNING, value=None,

@@ -37,6 +37,13 @@ _REFUSED = {
     "train.data.target": _OTHER_QUESTION,
     "train.data.dose_e_per_pattern": _OTHER_QUESTION,
     "train.data.detector": _OTHER_QUESTION,
+    "train.series.input": _OTHER_QUESTION,
+    "train.series.target": _OTHER_QUESTION,
+    "train.series.targets": _OTHER_QUESTION,
+    "train.series.crop": _OTHER_QUESTION,
+    "train.series.dose_e_per_pixel": _OTHER_QUESTION,
+    "train.series.store": _NO_RESULT,
+    "train.series.overlap": _NO_RESULT,
     "train.steps": _BUDGET,
     "train.epochs": _BUDGET,
     "train.max_seconds": _BUDGET,
@@ -110,7 +117,7 @@ def _objective_faults(tune: TuneSpec, train: TrainSpec) -> Iterator[Fault]:
             path=("tune", "budget", "seconds"),
             message="nobody knows how many steps that are: set train.eval_every_steps, for a validation to judge by",
         )
-    loss = [key for key in tune.space if key.startswith("train.loss.")]
+    loss = [key for key in tune.space if _is_loss(key)]
     if loss and tune.objective.metric != "loss" and tune.pruner.name != "none":
         yield Fault(
             path=("tune", "space", loss[0]),
@@ -118,13 +125,19 @@ def _objective_faults(tune: TuneSpec, train: TrainSpec) -> Iterator[Fault]:
         )
 
 
+def _is_loss(key: str) -> bool:
+    return key == "train.loss" or key.startswith("train.loss.")
+
+
 def _refused(key: str, tune: TuneSpec) -> str:
     for name, why in _REFUSED.items():
         if key == name or key.startswith(f"{name}."):
             return why
+        if name.startswith(f"{key}."):
+            return f"it holds {name}, which is not searched ({why}); name the keys in it that are"
     if not key.startswith("train.") or key.endswith(".") or ".." in key:
         return "no such key to search: expected a key of the training, such as train.optimizer.lr"
-    if key.startswith("train.loss.") and tune.objective.metric == "loss":
+    if _is_loss(key) and tune.objective.metric == "loss":
         return "it changes the measure itself; judge by another: tune.objective.metric: rmse_VA"
     clash = next((other for other in tune.space if other.startswith(f"{key}.")), None)
     return f"{clash} is a part of it, and is searched as well" if clash else ""

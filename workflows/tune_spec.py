@@ -13,6 +13,7 @@ Whether the keys of the space exist and take such values is checked in `tune_spa
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -59,6 +60,8 @@ class Range(StrictModel):
         low, high = ends
         if not low < high:
             raise ValueError(f"{self.kind}: expected [low, high] with low < high, got {ends}: the range is empty")
+        if not math.isfinite(float(high) - float(low)):
+            raise ValueError(f"{self.kind}: the range is wider than any number, got {ends}")
         if "log" in self.kind and low <= 0:
             raise ValueError(f"{self.kind}: a logarithmic range begins above 0, got {ends}")
         return self

@@ -44,14 +44,16 @@ def read_search(folder: Path) -> tuple[dict[str, Any], TuneSpec]:
 
 def study_progress(folder: Path) -> dict[str, Any]:
     """How many trials are in which state, the best one, and how long the others will take (s; None: nobody is at work,
-    or nothing is known yet). `running` of the trials: begun and not ended; of the document: whether anybody works.
+    or nothing is known yet). `waiting`: trials that were begun, and go on from a checkpoint when somebody works again.
     """
     data, tune = read_search(folder)
     study = fold(read_events(folder / "events.jsonl"))
     best = best_trial(study.trials, maximize=tune.objective.maximize)
     lock = FileLock(folder / ".lock")
     running, found = lock.is_held(), counts(study)
-    ended = len(study.trials) - found["running"]
+    begun = found["running"]
+    ended = len(study.trials) - begun
+    found |= {"running": begun if running else 0, "waiting": 0 if running else begun}
     return {
         "study": str(data.get("name") or folder.name),
         "trials": {"planned": tune.trials, "done": ended, **found, "pending": max(tune.trials - len(study.trials), 0)},
@@ -114,7 +116,9 @@ def study_line(document: Mapping[str, Any]) -> str:
 def study_table(document: Mapping[str, Any]) -> Group:
     """For a terminal."""
     trials, best = document["trials"], document["best"]
-    shown = ", ".join(f"{trials[name]} {name}" for name in ("finished", "running", "pruned", "failed", "pending"))
+    shown = ", ".join(
+        f"{trials[name]} {name}" for name in ("finished", "running", "waiting", "pruned", "failed", "pending")
+    )
     rows = [
         ("state", str(document["state"])),
         ("trials", f"{trials['done']} of {trials['planned']} have ended: {shown}"),

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -34,6 +35,9 @@ __all__ = ["SIMULATOR", "STOP_NAME", "TrialTask", "failure_state", "last_step", 
 STOP_NAME = "stop"
 SIMULATOR = "exitwave.workflows.tune_trial:run_trial"  # prepares a worker for one thread, and imports no simulator
 _LOOK_EVERY_S = 0.2
+_DIVERGED = re.compile(
+    r"(rank \d+: )?step \d+: .*(finite|overflow)"
+)  # of a step; data may hold NaN, and folders any name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,7 @@ def run_trial(task: TrialTask, dataset: str) -> dict[str, Any]:
 def failure_state(error: BaseException) -> str:
     """Of which kind a failure is: diverged, configuration, memory or error."""
     text = str(error)
-    if isinstance(error, ExitwaveError) and "finite" in text:
+    if isinstance(error, ExitwaveError) and _DIVERGED.match(text):
         return "diverged"
     if isinstance(error, UsageError):
         return "configuration"

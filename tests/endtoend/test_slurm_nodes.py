@@ -265,7 +265,7 @@ def test_the_whole_line_in_jobs_and_a_killed_command_finds_its_job_again(tmp_pat
             first.wait()
             second = subprocess.run(words, env=env, capture_output=True, text=True, timeout=170)
             assert second.returncode == 0, second.stderr
-            assert "is at it already; following it" in second.stderr
+            assert "is at it already; following it" in second.stderr, second.stderr
             assert (run / "report.html").exists() and (run / "train" / "metrics-test.json").exists()
             jobs = slurm.jobs()
             assert sorted(row["nodes"] for row in jobs.values()) == [1, 1, 2]  # two of workers, one of the training

@@ -17,7 +17,7 @@ from exitwave.train.judge import Judged
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.adaptive import Hands, _by_region, judging_spec, next_round, read_errors, run_rounds
 from exitwave.workflows.adaptive_facts import adaptive_facts, adaptive_status
-from exitwave.workflows.adaptive_spec import AdaptiveSection, conflict
+from exitwave.workflows.adaptive_spec import AdaptiveSection, axes_of, conflict
 
 CAMPAIGN: dict[str, Any] = {
     "name": "steered",
@@ -147,6 +147,7 @@ def test_a_decided_round_is_not_judged_again(base: Plan, dataset: Path, tmp_path
         ({"pool": 0}, {}, {}, "pool: at least 1"),
         ({}, {"fan_out": {"thickness_A": 3}, "samples_per_structure": 3, "samples_per_shard": 3}, {}, "fan_out away"),
         ({}, {}, {"task": "classify"}, "train.task is classify"),
+        ({}, {}, {"train_split": "other"}, "would not see them"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -165,6 +166,13 @@ def test_what_does_not_go_together_is_refused(
 def test_regions_that_are_none_are_refused(regions: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"regions|expected"):
         section(regions=regions)
+
+
+@pytest.mark.parametrize("bins", [[90], [1, 2]])
+def test_bins_that_all_crystals_share_are_refused(base: Plan, bins: list[float]) -> None:
+    with pytest.raises(UsageError, match="all 2 structures fall into one"):
+        axes_of(section(regions={"atomic_number": bins}), base)
+    assert len(axes_of(section(regions={"atomic_number": 3}), base)[0].labels) == 3
 
 
 def test_a_validation_split_that_is_not_there_is_refused_at_once(base: Plan, tmp_path: Path) -> None:

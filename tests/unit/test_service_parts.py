@@ -28,6 +28,18 @@ def test_the_token_is_made_once_for_its_owner_alone(tmp_path):
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_full_disk_leaves_no_half_of_a_token(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            load_token(tmp_path / "token")
+    assert not list(tmp_path.iterdir())
+    assert len(load_token(tmp_path / "token")) >= 40
+
+
 def test_a_token_that_others_can_read_is_refused(tmp_path):
     load_token(tmp_path / "token")
     (tmp_path / "token").chmod(0o644)
@@ -411,3 +423,34 @@ def test_what_a_submission_starts(section, words):
 
     document = parse_document(section + line.PIPELINE, source="a.yaml", folder=Path())
     assert arguments_for(Path("C"), Path("O"), verb=verb_of(document)) == words
+
+
+def test_a_run_that_a_command_line_goes_on_with_is_no_job_of_ours(tmp_path):
+    from exitwave.ingest.files import FileLock
+    from exitwave.workflows.service.runs import Conflict, Runs
+
+    runs = Runs(tmp_path)
+    runs.jobs.want("a", ["run", "a.yaml"])
+    (tmp_path / ".exitwave" / "jobs" / "a" / "exit.json").write_text('{"code": 2}')
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "pipeline.yaml").write_text("name: a")
+    assert runs.whole("a")["state"] == "failed"
+    with FileLock(tmp_path / "a" / ".lock"):
+        assert runs.whole("a")["state"] == "running"
+        with pytest.raises(Conflict, match="command line"):
+            runs.command("a", "drain")
+    assert not (tmp_path / ".exitwave" / "jobs" / "a" / "stop").exists()
+
+
+def test_a_search_comes_further_with_its_trials(tmp_path):
+    from exitwave.workflows.service.facts import how_far
+
+    trial = tmp_path / "a" / "trials" / "0"
+    (trial / "checkpoints").mkdir(parents=True)
+    (tmp_path / "a" / "tune.yaml").write_text("name: a")
+    place = find_place(tmp_path, "a")
+    before = how_far(place)
+    assert how_far(place) == before
+    (trial / "checkpoints" / "step-1").mkdir()
+    os.utime(trial / "checkpoints", (1, 1))
+    assert how_far(place) != before

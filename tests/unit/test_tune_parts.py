@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from exitwave.ingest.errors import DamagedDataError, UsageError
+from exitwave.ingest.errors import DamagedDataError, ExitwaveError, UsageError
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import dump_yaml, load_document, parse_document, validate
 from exitwave.workflows.pipeline import read_pipeline
@@ -50,6 +50,7 @@ def fault_of(tmp_path: Path, text: str, head: str = HEAD) -> str:
         ("trian.batch: {int_uniform: [1, 2]}", "6:5: tune.space.trian.batch: no such key to search"),
         ("train.batch: {int_uniform: [4, 4]}", "[low, high] with low < high, got [4, 4]: the range is empty"),
         ("train.optimizer.lr: {log_uniform: [0, 1]}", "a logarithmic range begins above 0"),
+        ("train.optimizer.lr: {uniform: [-1.0e+308, 1.0e+308]}", "the range is wider than any number"),
         ("train.optimizer.lr: {uniform: [0.1, 1], choice: [1, 2]}", "exactly one of uniform, log_uniform"),
         ("train.optimizer.lr: {loguniform: [0.1, 1]}", "did you mean `log_uniform`?"),
         ("train.batch: {choice: [4]}", "at least two values"),
@@ -60,6 +61,13 @@ def fault_of(tmp_path: Path, text: str, head: str = HEAD) -> str:
         ("train.task: {choice: [classify, regress]}", "it changes what is asked of the network"),
         ("train.steps: {int_uniform: [1, 3]}", "tune.budget says how long"),
         ("train.loss.delta: {uniform: [0.5, 1]}", "it changes the measure itself"),
+        ("train.loss: {choice: [{name: mse}, {name: l1}]}", "it changes the measure itself"),
+        (
+            "train.data: {choice: [{dose_e_per_pattern: 9}, {dose_e_per_pattern: 1}]}",
+            "it holds train.data.input, which",
+        ),
+        ("train.series.crop: {int_uniform: [4, 8]}", "it changes what is asked of the network"),
+        ("train: {choice: [{steps: 1}, {steps: 2}]}", "it holds train.task, which is not searched"),
     ],
 )
 def test_a_space_that_cannot_be_searched_is_refused_at_its_place(tmp_path: Path, space: str, said: str) -> None:
@@ -170,6 +178,9 @@ def test_the_best_is_the_best() -> None:
     low, high = best_trial(trials, maximize=False), best_trial(trials, maximize=True)
     assert low is not None and high is not None and (low.number, high.number) == (2, 0)
     assert best_so_far(trials, maximize=False) == [(0, 0.5), (2, 0.4)]
+    assert best_so_far(trials, maximize=True) == [(0, 0.5)] and best_so_far([], maximize=True) == []
+    many = [Trial(number=n, values={}, state="finished", value=float(-n)) for n in range(20_000)]
+    assert len(best_so_far(many, maximize=False)) == 20_000  # in a moment: a report of a long search draws them
     assert best_trial(trials[1:2], maximize=False) is None
 
 
@@ -227,6 +238,11 @@ def test_rungs_and_ranks() -> None:
 
 def test_failures_are_told_apart() -> None:
     assert failure_state(DamagedDataError("step 3: expected a finite loss, got NaN")) == "diverged"
+    assert failure_state(ExitwaveError("rank 1: step 3: the loss is finite but its gradient is not")) == "diverged"
+    assert failure_state(ExitwaveError("step 3: gradients overflow fp16 however small the loss scale")) == "diverged"
+    told = "sample 0f: expected finite numbers in cbed, 1 of 9 values are not"
+    assert failure_state(DamagedDataError(told)) == "damaged data"  # no rate of learning mends that
+    assert failure_state(DamagedDataError("/finite/shard.h5: its checksum is another")) == "damaged data"
     assert failure_state(UsageError("detector_bin")) == "configuration"
     assert failure_state(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes")) == "memory"
     assert failure_state(MemoryError()) == "memory"

@@ -44,7 +44,7 @@ def test_the_trials_are_what_a_status_shows(tmp_path: Path) -> None:
         told = status_document(folder)
         line, shown = plain_line(told), watch_view(told)
     assert told["trials"] == {
-        "planned": 6, "done": 3, "finished": 1, "running": 1, "pruned": 1, "failed": 1, "pending": 2,
+        "planned": 6, "done": 3, "finished": 1, "running": 1, "waiting": 0, "pruned": 1, "failed": 1, "pending": 2,
     }  # fmt: skip
     assert told["best"] == {"trial": 0, "value": 0.25, "values": {"train.batch": 1}}
     assert told["running"] and told["state"].startswith("running (")
@@ -59,6 +59,7 @@ def test_the_trials_are_what_a_status_shows(tmp_path: Path) -> None:
 
 def test_a_search_that_nobody_works_on_says_so(tmp_path: Path) -> None:
     told = status_document(study(tmp_path / "s", LINES))
+    assert (told["trials"]["running"], told["trials"]["waiting"]) == (0, 1)
     assert not told["running"] and told["eta_s"] is None and told["state"].startswith("stopped")
     told = status_document(study(tmp_path / "empty", []))
     assert told["trials"]["done"] == 0 and told["best"] is None and "0 of 6 trials, stopped" in plain_line(told)

@@ -26,16 +26,19 @@ SESSION_S = 14 * 24 * 3600
 
 def load_token(path: Path) -> str:
     """The service's token, made on first use. Raises UsageError where others could read it."""
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:
+    if os.path.lexists(path):
         return _read(path)
+    token = secrets.token_urlsafe(32)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a kill or a full disk leaves no half of a token
     try:
-        token = secrets.token_urlsafe(32)
-        os.write(fd, token.encode() + b"\n")
-        os.fsync(fd)
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(token + "\n")
+            file.flush()
+            os.fsync(fd)
+        part.rename(path)  # the service's lock is held: nobody else makes one
     finally:
-        os.close(fd)
+        part.unlink(missing_ok=True)
     return token
 
 

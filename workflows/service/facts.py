@@ -31,21 +31,29 @@ _MOST_FOLLOWED = 64
 
 def how_far(place: Place | None) -> str:
     """A text that differs whenever something was committed, trained or reported."""
-    return (
-        "" if place is None else repr(_signature(place, ("manifest.jsonl", "checkpoints", "model.pt", "metrics.json")))
-    )
+    if place is None:
+        return ""
+    names = ("checkpoints", "model.pt", "metrics.json")
+    inner = [
+        p for part in ("trials", "rounds") for name in names for p in sorted((place.path / part).glob(f"**/{name}"))
+    ]
+    return repr((_signature(place, ("manifest.jsonl", *names)), [_stat(path) for path in inner]))
 
 
 def _signature(place: Place, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     found = []
     for folder in {place.path, place.dataset or place.path, place.training or place.path}:
         for name in names:
-            try:
-                status = (folder / name).stat()
-                found.append((status.st_mtime_ns, status.st_size))
-            except OSError:
-                found.append((0, 0))
+            found.append(_stat(folder / name))
     return tuple(sorted(found))
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
 
 
 class Facts:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitwave.ingest.errors import ExitwaveError, UsageError
+from exitwave.ingest.files import FileLock
 from exitwave.simulate.commands import write_command
 from exitwave.simulate.lease import lease_holder
 from exitwave.workflows.service.catalogue import NAME, Kind, Place, find_place, read_inside, scan
@@ -78,7 +79,12 @@ class Runs:
 
     def _judged(self, id: str) -> tuple[Job | None, Verdict | None]:
         job = self._job(id)
-        return job, self.jobs.verdict(job) if job is not None else None
+        if job is None:
+            return None, None
+        verdict = self.jobs.verdict(job)
+        if verdict.state not in _BUSY and FileLock(self.root.joinpath(*id.split("~")) / ".lock").is_held():
+            verdict = Verdict(state="running", why="started from a command line")  # since our process ended
+        return job, verdict
 
     def whole(self, id: str) -> dict[str, Any]:
         """All facts of one run. Raises LookupError where there is none."""
@@ -171,7 +177,8 @@ class Runs:
 
     def _stop(self, place: Place, how: Literal["drain", "cancel"]) -> None:
         """Ours by its process; one of a command line through its campaign's controller, which reads commands."""
-        if self._job(place.id) is not None:
+        job = self._job(place.id)
+        if job is not None and self.jobs.verdict(job).state in _BUSY:
             self.jobs.stop(place.id, how)
         elif place.dataset is None or (holder := lease_holder(place.dataset)) is None:
             raise Conflict(f"{place.id} was started from a command line and is past its campaign: stop it there")

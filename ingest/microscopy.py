@@ -28,7 +28,7 @@ _FREQUENCIES_PER_A = {
     "1/å": 1.0, "1/a": 1.0, "a^-1": 1.0, "å^-1": 1.0, "a-1": 1.0, "å⁻¹": 1.0, "a^{-1}": 1.0, "å^{-1}": 1.0,
     "1/nm": 0.1, "nm^-1": 0.1, "nm-1": 0.1, "nm⁻¹": 0.1, "nm^{-1}": 0.1,
 }  # fmt: skip
-_HDF5 = ("h5", "hdf5", "nxs")
+_HDF5 = ("h5", "hdf5")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise UsageError("reading microscopes' files needs RosettaSciIO: pip install 'exitwave[formats]'") from None
     extension = path.suffix.lower().lstrip(".")
     plugins = [p for p in rsciio.IO_PLUGINS if extension in {e.lower() for e in p["file_extensions"]}]
-    if extension in _HDF5:  # several programs call their files so
-        plugins.sort(key=lambda p: p["name"] != "HSPY")
+    if extension in _HDF5:  # several programs call their files so, HyperSpy and py4DSTEM among them
+        general = [p for name in ("HSPY", "EMD") for p in rsciio.IO_PLUGINS if p["name"] == name]
+        plugins = general + [p for p in plugins if p not in general]
     if not plugins:
         raise UsageError(f"{path}: RosettaSciIO reads no files called .{extension or '?'}; rename it if it is another")
     why = ""
@@ -109,7 +110,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
             raise
         except Exception as error:  # readers raise whatever they stumble over
             why = why or f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    raise UsageError(f"{path}: not readable as {plugins[0]['name']} ({why})")
+    names = ", ".join(p["name"] for p in plugins)
+    raise UsageError(f"{path}: not readable as {names} ({why})")
 
 
 def _described(signal: Mapping[str, Any], path: Path) -> Scan4D:

@@ -28,8 +28,8 @@ __all__ = [
 MOST_EXCESS = 1e-5
 
 
-class UnphysicalError(RuntimeError):
-    """A simulation gave what cannot be; nothing of it is kept."""
+class UnphysicalError(UsageError):
+    """A simulation gave what cannot be, for its configuration is too coarse; nothing of it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,4 +34,4 @@ def write_template(name: str, path: Path) -> None:
     except FileExistsError:
         raise UsageError(f"{path}: exists already; it was left as it is. Choose another name.") from None
     with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(text.replace(f" {name}.yaml", f" {path.name}"))  # its commands name this file

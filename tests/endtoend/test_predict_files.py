@@ -216,6 +216,8 @@ def test_bad_input_is_one_message_each(
     assert "no such file" in refused(tmp_path / "none.emd")
     (tmp_path / "words.emd").write_text("not a file of that kind")
     assert "not readable as EMD" in refused(tmp_path / "words.emd")
+    shutil.copy(emd, tmp_path / "scan.h5")  # as py4DSTEM calls it
+    assert "give --energy-keV" in refused(tmp_path / "scan.h5")
     shutil.copy(emd, tmp_path / "scan.xyz")
     assert "RosettaSciIO reads no files called .xyz" in refused(tmp_path / "scan.xyz")
     done = subprocess.run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -261,11 +262,20 @@ def test_the_whole_line_in_jobs_and_a_killed_command_finds_its_job_again(tmp_pat
             while not any((run / "train" / "checkpoints").glob("step-*")) and time.monotonic() < until:
                 assert first.poll() is None, first.stdout and first.stdout.read()
                 time.sleep(0.1)
+            for node in ("node0", "node1"):
+                slurm.signal_node(node, signal.SIGSTOP)  # else it may be over before the second command sees it
             first.kill()
             first.wait()
-            second = subprocess.run(words, env=env, capture_output=True, text=True, timeout=170)
-            assert second.returncode == 0, second.stderr
-            assert "is at it already; following it" in second.stderr, second.stderr
+            log = tmp_path / "second.log"
+            with log.open("w") as file:
+                second = subprocess.Popen(words, env=env, stdout=file, stderr=file)
+            until = time.monotonic() + 60
+            while "is at it already; following it" not in log.read_text():
+                assert second.poll() is None and time.monotonic() < until, log.read_text()
+                time.sleep(0.1)
+            for node in ("node0", "node1"):
+                slurm.signal_node(node, signal.SIGCONT)
+            assert second.wait(170) == 0, log.read_text()
             assert (run / "report.html").exists() and (run / "train" / "metrics-test.json").exists()
             jobs = slurm.jobs()
             assert sorted(row["nodes"] for row in jobs.values()) == [1, 1, 2]  # two of workers, one of the training

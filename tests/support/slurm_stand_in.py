@@ -93,11 +93,15 @@ class SlurmStandIn:
 
     def end_node(self, name: str) -> None:
         """Kill all that runs on a node that is a network namespace."""
+        self.signal_node(name, signal.SIGKILL)
+
+    def signal_node(self, name: str, number: signal.Signals) -> None:
+        """To all that runs on a node that is a network namespace."""
         space = json.loads((self.folder / "nodes.json").read_text())[name][-1]
         done = subprocess.run(["ip", "netns", "pids", space], check=True, capture_output=True, text=True)
         for pid in map(int, done.stdout.split()):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
     def close(self) -> None:
         """Cancel everything and wait for it."""

@@ -65,6 +65,7 @@ def test_plan_tells_fields_splits_size_and_time(folder: Path) -> None:
     assert 0.5 * plan["bytes"] < written < plan["bytes"]
 
 
+@pytest.mark.long
 def test_workers_make_the_same_bytes_and_every_one_is_verified(folder: Path) -> None:
     document("simulate", "heat.yaml", "--out", "workers", "--workers", "2", *SMALL, cwd=folder)
     assert hashes(folder / "workers") == hashes(folder / "inline") and len(hashes(folder / "inline")) == 13

@@ -126,6 +126,7 @@ def story(service: Service, driver: Any, configuration: str, name: str, shots: P
     shot(driver, shots, "report")
 
 
+@pytest.mark.long
 def test_from_the_login_to_the_report(tmp_path):
     service = Service(tmp_path / "root").start()
     try:

@@ -116,7 +116,7 @@ def committed(dataset: Path) -> dict[str, int]:
     return {s.shard_id: s.seq for s in load_manifest(dataset).shards}
 
 
-@pytest.mark.parametrize("commits", [1, 9])
+@pytest.mark.parametrize("commits", [1, pytest.param(9, marks=pytest.mark.long)])
 def test_a_killed_controller_resumes_and_its_workers_do_not_outlive_it(
     tmp_path: Path, start: Callable[..., Controller], commits: int
 ) -> None:

@@ -314,7 +314,7 @@ CHECKS: list[Callable[[int, int], None]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3])
 def results(request, tmp_path_factory) -> list[dict[str, str]]:
     return rank_checks.launch(__file__, request.param, tmp_path_factory.mktemp(f"ranks{request.param}"))
 

@@ -86,6 +86,7 @@ def test_bf16_learns_with_float32_weights(data, tmp_path):
     assert next(load_model(tmp_path / "run").module.parameters()).dtype == torch.float32
 
 
+@pytest.mark.long
 def test_accumulation_and_recomputation_are_the_plain_training(data, tmp_path):
     spec = {**SPEC, "precision": "fp64", "steps": 8}
     plain = _losses(_run(spec, data, tmp_path / "plain"))

@@ -17,7 +17,7 @@ from typing import Any
 
 from exitwave.ingest.files import disk_full_means_interrupted
 
-__all__ = ["EventLog", "read_events", "read_events_from", "read_new_events"]
+__all__ = ["EventLog", "EventTail", "read_events", "read_events_from", "read_new_events"]
 
 
 class EventLog:
@@ -110,6 +110,40 @@ def read_new_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]
     with path.open("rb") as file:
         file.seek(offset)
         data = file.read()
+    return _whole_events(data), offset + data.rfind(b"\n") + 1
+
+
+class EventTail:
+    """The new whole events of a growing log, each once. A log that is another file by now, or shorter than it was, is
+    read from its beginning, and so is one that was gone; `renewed` says whether that was so at the last `read`.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool) -> None:
+        self.path = path
+        self.renewed = False
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._inode = path.stat().st_ino if path.exists() else None
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                info = os.fstat(file.fileno())
+                self.renewed = info.st_ino != self._inode or info.st_size < self._offset
+                if self.renewed:
+                    self._offset, self._inode = 0, info.st_ino
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            self._inode, self.renewed = None, True
+            return []
+        except OSError:  # for a moment: what was read stays read
+            self.renewed = False
+            return []
+        self._offset += data.rfind(b"\n") + 1
+        return _whole_events(data)
+
+
+def _whole_events(data: bytes) -> list[dict[str, Any]]:
     events = []
     for line in data.split(b"\n")[:-1]:
         try:
@@ -118,4 +152,4 @@ def read_new_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]
             continue
         if isinstance(event, dict) and "kind" in event:
             events.append(event)
-    return events, offset + data.rfind(b"\n") + 1
+    return events

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
+from exitwave.ingest.events import EventTail
 from exitwave.ingest.files import FileLock, LockHeldError, write_atomic
 from exitwave.workflows.config import child_environment, dump_yaml, resolved_comment
 from exitwave.workflows.datasets import completeness, find_dataset, require_split
@@ -35,7 +36,6 @@ from exitwave.workflows.rank import check_mesh, clear_rank_errors, read_rank_err
 from exitwave.workflows.session import Session
 
 __all__ = [
-    "EventTail",
     "evaluate_run",
     "locked",
     "make_folder",
@@ -300,37 +300,6 @@ def _follow(
             process.terminate()
             told = True
         time.sleep(_POLL_S)
-
-
-class EventTail:
-    """New whole lines of a growing file of events."""
-
-    def __init__(self, path: Path, *, from_end: bool) -> None:
-        self.path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
-        self._inode = path.stat().st_ino if path.exists() else None
-
-    def read(self) -> list[dict[str, Any]]:
-        try:
-            with self.path.open("rb") as file:
-                info = os.fstat(file.fileno())
-                if info.st_ino != self._inode or info.st_size < self._offset:  # another file under that name
-                    self._offset, self._inode = 0, info.st_ino
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        events = []
-        for line in whole.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                events.append(event)
-        return events
 
 
 def why_ranks_ended(out: Path, code: int, *, stopped: bool, log: Path, since: int = 0, ranks: int = 1) -> ExitwaveError:

@@ -27,12 +27,12 @@ from typing import Any
 import psutil
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError
-from exitwave.ingest.events import EventLog
+from exitwave.ingest.events import EventLog, EventTail
 from exitwave.ingest.files import write_atomic
 from exitwave.workflows.config import child_environment, expanded_folder
 from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.guard import guarded
-from exitwave.workflows.launch import EventTail, locked, prepare_run, training_document, why_ranks_ended
+from exitwave.workflows.launch import locked, prepare_run, training_document, why_ranks_ended
 from exitwave.workflows.nodes_meeting import Meeting, Member
 from exitwave.workflows.nodes_place import NETWORK_VARIABLES, NodePlace, interface_of
 from exitwave.workflows.nodes_spec import STATE, ranks_a_node

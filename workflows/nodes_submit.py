@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
+from exitwave.ingest.events import EventTail
 from exitwave.ingest.files import FileLock, write_atomic
 from exitwave.workflows.config import dump_yaml, resolved_comment
 from exitwave.workflows.datasets import find_dataset, require_split
-from exitwave.workflows.launch import EventTail, make_folder, refuse_other, training_document
+from exitwave.workflows.launch import make_folder, refuse_other, training_document
 from exitwave.workflows.nodes_meeting import error_of, read_verdict
 from exitwave.workflows.nodes_spec import STATE, LaunchSection, ranks_a_node, training_script
 from exitwave.workflows.provenance import versions

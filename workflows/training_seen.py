@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from exitwave.ingest.events import read_new_events
+from exitwave.ingest.events import EventTail
 
 __all__ = ["FollowedTraining", "TrainingSeen"]
 
@@ -78,25 +78,15 @@ class FollowedTraining:
     """The log of one training, read on from where it was read last. Not to be shared by threads."""
 
     def __init__(self, train: Path) -> None:
-        self._path = train / "events.jsonl"
-        self._forget()
-
-    def _forget(self) -> None:
-        self._seen, self._offset, self._inode = TrainingSeen(), 0, -1
+        self._tail = EventTail(train / "events.jsonl", from_end=False)
+        self._seen = TrainingSeen()
 
     def look(self) -> TrainingSeen:
         """What there is to see now. A log that is another file, or shorter than it was, is read from its beginning."""
-        try:
-            found = self._path.stat()
-        except OSError:
-            self._forget()
-            return self._seen
-        if found.st_ino != self._inode or found.st_size < self._offset:
-            self._forget()
-            self._inode = found.st_ino
-        if found.st_size > self._offset:
-            events, self._offset = read_new_events(self._path, self._offset)
-            for event in events:
-                with contextlib.suppress(KeyError, TypeError, ValueError):  # not one of ours
-                    self._seen.feed(event)
+        events = self._tail.read()
+        if self._tail.renewed:
+            self._seen = TrainingSeen()
+        for event in events:
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # not one of ours
+                self._seen.feed(event)
         return self._seen

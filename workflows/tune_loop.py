@@ -26,13 +26,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError
-from exitwave.ingest.events import EventLog, read_events
+from exitwave.ingest.events import EventLog, EventTail, read_events
 from exitwave.ingest.files import disk_full_means_interrupted
 from exitwave.simulate.cluster import Cluster, Outcome
 from exitwave.simulate.worker import run_guarded_call
 from exitwave.simulate.worker_guard import Limits
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.launch import EventTail
 from exitwave.workflows.tune_record import Folding, Study, best_trial, counts
 from exitwave.workflows.tune_sampler import gives_up, next_values
 from exitwave.workflows.tune_space import misfit, trial_spec

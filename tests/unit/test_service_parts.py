@@ -308,18 +308,18 @@ def test_an_unreadable_job_harms_no_other(tmp_path):
 
 
 def test_a_training_is_folded_once_and_steps_done_again_count_once(tmp_path, monkeypatch):
-    from exitwave.ingest.events import EventLog
+    from exitwave.ingest.events import EventLog, EventTail
     from exitwave.workflows import training_seen
 
     read: list[int] = []
-    whole = training_seen.read_new_events
+    whole = EventTail.read
 
-    def counted(path: Path, offset: int):
-        events, end = whole(path, offset)
+    def counted(tail: EventTail):
+        events = whole(tail)
         read.append(len(events))
-        return events, end
+        return events
 
-    monkeypatch.setattr(training_seen, "read_new_events", counted)
+    monkeypatch.setattr(EventTail, "read", counted)
     followed = training_seen.FollowedTraining(tmp_path)
     assert followed.look().words() == "not yet"
     log = EventLog(tmp_path / "events.jsonl")

@@ -16,11 +16,12 @@ from line import write_pipeline
 from slurm_stand_in import SlurmStandIn
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
+from exitwave.ingest.events import EventTail
 from exitwave.workflows import cli
 from exitwave.workflows.commands import app
 from exitwave.workflows.doctor import examine
 from exitwave.workflows.doctor_site import check_slurm, check_tls
-from exitwave.workflows.launch import EventTail, why_ranks_ended
+from exitwave.workflows.launch import why_ranks_ended
 from exitwave.workflows.pipeline import read_pipeline
 from exitwave.workflows.pipeline_folder import claim, refuse_foreign
 from exitwave.workflows.rank import check_mesh

@@ -259,14 +259,18 @@ def ends_to_limits(ranks: Sequence[Sequence[Moments]], link: LinkCost) -> list[f
 
 def _communication_s(nbytes: int) -> float:
     """One allreduce of all gradients, nothing else going on."""
-    gradients = torch.zeros(nbytes // 4)
-    times = []
-    for _ in range(4):
+    return _allreduce_s(nbytes, times=4, cold=1)
+
+
+def _allreduce_s(nbytes: int, *, times: int, cold: int) -> float:
+    """Median seconds of so many allreduces of so many bytes, without the first `cold` ones."""
+    tensor, seconds = torch.zeros(nbytes // 4), []
+    for _ in range(times):
         dist.barrier()
         begun = time.perf_counter()
-        dist.all_reduce(gradients)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times[1:])
+        dist.all_reduce(tensor)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[cold:])
 
 
 def _agree(number: int) -> int:
@@ -305,17 +309,7 @@ def meet(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def time_allreduces(sizes: Sequence[int]) -> list[tuple[int, float]]:
     """Bytes and median seconds of allreduces of these many bytes, nothing else going on."""
-    found = []
-    for nbytes in sizes:
-        tensor = torch.zeros(nbytes // 4)
-        times = []
-        for _ in range(7):
-            dist.barrier()
-            begun = time.perf_counter()
-            dist.all_reduce(tensor)
-            times.append(time.perf_counter() - begun)
-        found.append((nbytes, statistics.median(times[2:])))
-    return found
+    return [(nbytes, _allreduce_s(nbytes, times=7, cold=2)) for nbytes in sizes]
 
 
 def _die_with(parent: int) -> None:

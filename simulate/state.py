@@ -14,6 +14,7 @@ from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
+from exitwave.ingest.files import read_plain_text
 from exitwave.ingest.manifest import load_header, load_manifest
 from exitwave.simulate.counters import Counters, fold
 from exitwave.simulate.lease import lease_holder
@@ -59,7 +60,7 @@ def _load(dataset: Path) -> tuple[dict[str, Any], list[TaskState], list[dict[str
     manifest = load_manifest(dataset)
     path = dataset / PLAN_NAME
     try:
-        plan = json.loads(path.read_text())
+        plan = json.loads(read_plain_text(path))
         tasks = [
             {**t, "task": str(t["task"]), "shard_id": str(t["shard_id"]), "samples": int(t["samples"])}
             for t in plan["tasks"]

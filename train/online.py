@@ -33,6 +33,7 @@ from exitwave.ingest.arrivals import (
     steps_allowed,
 )
 from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.ingest.files import read_plain_text
 from exitwave.train.mesh import Ranks
 from exitwave.train.parallel import DataPlan
 from exitwave.train.spec import TrainSpec
@@ -89,7 +90,7 @@ def read_online(settings: Path | None, replay: Path | None) -> Online | None:
         return Online(settings=ReservoirSettings.from_json(log["header"]), replay=replay)
     if settings is None:
         return None
-    told = json.loads(settings.read_text())
+    told = json.loads(read_plain_text(settings))
     return Online(settings=ReservoirSettings.from_json(told), val_planned=int(told.get("val_planned", 0)))
 
 

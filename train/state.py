@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
-from exitwave.ingest.files import disk_full_means_interrupted
+from exitwave.ingest.files import disk_full_means_interrupted, read_plain_text
 from exitwave.train.mesh import Ranks
 
 __all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "sweep_checkpoints"]
@@ -108,7 +108,7 @@ def load_checkpoint(
             _refuse_another_model(path, state["model"])
             load_parts(state, checkpoint_id=path, process_group=ranks.process_group)
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        return Progress(**json.loads((path / "progress.json").read_text()))
+        return Progress(**json.loads(read_plain_text(path / "progress.json")))
     except (CheckpointException, OSError, KeyError, ValueError, TypeError, EOFError, UnpicklingError) as error:
         raise DamagedDataError(
             f"{path}: expected a whole checkpoint of this model, could not load it ({error}); remove that folder to "

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import DamagedDataError, UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain_text, write_atomic
 from exitwave.simulate.plan import Plan
 from exitwave.simulate.steer import Axis, Cell, Tally, quotas, samples_for, shares, smoothed, tallies
 from exitwave.simulate.steer_rounds import (
@@ -92,8 +92,8 @@ def run_rounds(
                 hands.note(f"round {number} of {section.rounds}: {_told(made)}")
             if lost := made.judge.get("no_numbers"):
                 hands.note(
-                    f"round {number} of {section.rounds}: the loss of {lost} of {made.judge['n']} samples that judge is "
-                    "no number; they count as the worst of the others"
+                    f"round {number} of {section.rounds}: the loss of {lost} of {made.judge['n']} samples that judge "
+                    "is no number; they count as the worst of the others"
                 )
         plan = steered(base, dataset)
         failed = hands.simulate(plan)
@@ -242,6 +242,10 @@ def _no_number_is_null(row: Judged) -> dict[str, Any]:
     return {key: value if math.isfinite(value) else None for key, value in dataclasses.asdict(row).items()}
 
 
+def _null_is_no_number(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: math.nan if value is None else value for key, value in row.items()}
+
+
 def judging_spec(section: AdaptiveSection, spec: TrainSpec) -> TrainSpec:
     """The training of a network that judges: as the training itself, for so many steps."""
     return spec.model_copy(
@@ -290,8 +294,8 @@ def read_errors(path: Path) -> tuple[Judged, ...]:
     Raises DamagedDataError for a file that is none of this.
     """
     try:
-        found = json.loads(path.read_text())
-        rows = tuple(Judged(**{k: math.nan if v is None else v for k, v in row.items()}) for row in found)
+        found = json.loads(read_plain_text(path))
+        rows = tuple(Judged(**_null_is_no_number(row)) for row in found)
         if not all(isinstance(row.uid, int) and isinstance(row.loss, float | int) for row in rows):
             raise ValueError("a uid or a loss is no number")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

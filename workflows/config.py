@@ -32,6 +32,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import read_plain_text
 from exitwave.workflows.faults import Fault, faults_of
 from exitwave.workflows.nodes_place import NETWORK_VARIABLES, NodePlace, interface_of, node_place, own_address
 
@@ -57,6 +58,7 @@ __all__ = [
 KeyPath = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
+_HANDED_OVER = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # a pipe with a writer: `exitwave plan <(…)`
 _MAX_NODES = 200_000
 _MAX_DEPTH = 50
 _MAX_INT = 2**64
@@ -88,7 +90,8 @@ def load_document(path: Path | str) -> Document:
     """Read a YAML file. Raises UsageError naming file, line and column."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        handed_over = str(path).startswith(_HANDED_OVER)
+        text = path.read_text(encoding="utf-8") if handed_over else read_plain_text(path)
     except FileNotFoundError:
         raise UsageError(
             f"{path}: no such file. `exitwave init {path}` writes one to start from, with every choice explained."

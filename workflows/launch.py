@@ -26,7 +26,7 @@ from typing import Any
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import EventTail
-from exitwave.ingest.files import FileLock, LockHeldError, write_atomic
+from exitwave.ingest.files import FileLock, LockHeldError, read_plain, read_plain_text, write_atomic
 from exitwave.workflows.config import child_environment, dump_yaml, resolved_comment
 from exitwave.workflows.datasets import completeness, find_dataset, require_split
 from exitwave.workflows.guard import guarded
@@ -253,7 +253,7 @@ def refuse_other(
     from exitwave.train.spec import spec_difference, with_defaults
 
     try:
-        before = json.loads(path.read_text())
+        before = json.loads(read_plain_text(path))
     except ValueError:
         return  # the ranks will say what is wrong with it
     dataset_id = load_manifest(data).header.dataset_id
@@ -334,7 +334,7 @@ def why_ranks_ended(out: Path, code: int, *, stopped: bool, log: Path, since: in
 def _killed(log: Path, since: int) -> str:
     """`rank 1 was killed by SIGKILL`, if torchrun names that as the first failure of all."""
     try:
-        text = log.read_bytes()[since:].decode(errors="replace")
+        text = read_plain(log)[since:].decode(errors="replace")
     except OSError:
         return ""
     first = text.rpartition("Root Cause")[2]

@@ -28,7 +28,7 @@ import psutil
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError
 from exitwave.ingest.events import EventLog, EventTail
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain_text, write_atomic
 from exitwave.workflows.config import child_environment, expanded_folder
 from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.guard import guarded
@@ -299,7 +299,7 @@ def _refuse_a_loop(out: Path, place: NodePlace) -> None:
     path = out / STATE / f"{place.job}.starts"
     starts: list[int] = []
     with suppress(OSError, ValueError):
-        starts = list(json.loads(path.read_text())) if place.restarts else []
+        starts = list(json.loads(read_plain_text(path))) if place.restarts else []
     here = _checkpoints(out)[1]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*starts, here]))
@@ -324,7 +324,7 @@ def _is_to_be_forgotten(out: Path, place: NodePlace) -> bool:
         write_atomic(mark, now.encode())
         return True
     try:
-        return mark.read_text() == now
+        return read_plain_text(mark) == now
     except OSError:
         return False
 

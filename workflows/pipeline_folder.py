@@ -11,7 +11,7 @@ from typing import Any
 
 from exitwave.ingest.arrivals import ReservoirSettings
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.files import FileLock, write_atomic
+from exitwave.ingest.files import FileLock, read_plain_text, write_atomic
 from exitwave.simulate.lease import kept_out
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import differences, dump_yaml, load_document, read_resolved, resolved_comment, validate
@@ -131,7 +131,7 @@ def trained(run: Path, spec: TrainSpec) -> bool:
 def _identity(run: Path) -> dict[str, Any]:
     """What a training's folder says it is; nothing where that cannot be read: the ranks will say what is wrong."""
     try:
-        identity = json.loads((run / "train.json").read_text())
+        identity = json.loads(read_plain_text(run / "train.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return identity if isinstance(identity, dict) else {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError
-from exitwave.ingest.files import FileLock
+from exitwave.ingest.files import FileLock, read_plain_text
 from exitwave.workflows.service.catalogue import Place
 from exitwave.workflows.service.jobs import Job, Verdict
 from exitwave.workflows.service.rounds import rounds_table, study_status, trials_table
@@ -163,7 +163,7 @@ def _updated(place: Place) -> float:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_plain_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}

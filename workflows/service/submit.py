@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain, write_atomic
 from exitwave.workflows.campaigns import is_parametric
 from exitwave.workflows.config import Document, apply_overrides, dump_yaml, is_pipeline, parse_document, validate
 from exitwave.workflows.service.catalogue import NAME
@@ -167,7 +167,7 @@ def _is_left_over(path: Path) -> bool:
     """Whether the service wrote it, or was about to."""
     if path.is_symlink() or not path.is_file():
         return False
-    return path.stat().st_size == 0 or path.read_bytes().startswith(f"# {_OURS}\n".encode())
+    return path.stat().st_size == 0 or read_plain(path).startswith(f"# {_OURS}\n".encode())
 
 
 def arguments_for(configuration: Path, out: Path, *, verb: Verb) -> list[str]:

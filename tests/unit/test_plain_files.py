@@ -100,7 +100,7 @@ def test_a_configuration_may_come_by_a_pipe_that_was_handed_over() -> None:
 
 def test_files_are_read_by_one_reader() -> None:
     """The whole kind: what reads a file of a folder of ours or of a person reads plain files alone."""
-    allowed = re.compile(r"/proc/|resources\.files|limit\.read_text|thread / |handed_over|library:|bench_")
+    allowed = re.compile(r"/proc/|resources\.files|limit\.read_text|thread / |handed_over|library:")
     strays = [
         f"{path.relative_to(PACKAGES)}:{number}: {line.strip()}"
         for package in ("ingest", "simulate", "train", "workflows")
@@ -108,7 +108,7 @@ def test_files_are_read_by_one_reader() -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\.read_(text|bytes)\(|\.open\((\"rb?\")?[,)]", line)
         and not allowed.search(line)
-        and not path.name.startswith("bench_")
+        and not path.name.startswith("bench")
         and "path.suffix" not in line
     ]
     assert strays == []

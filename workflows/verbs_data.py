@@ -128,7 +128,7 @@ def plan(
     '--set cluster.slurm.walltime="04:00:00"\n'
     "exitwave simulate quickstart.yaml --out data/one --cluster inline --set samples_per_structure=1",
     then="`exitwave status DATASET` (also from another terminal while it runs), `exitwave verify DATASET`, "
-    "`exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    "`exitwave train TRAIN.yaml --data DATASET --out RUN` (`exitwave init TRAIN.yaml` writes one).",
     codes="0 all committed; 2 configuration; 3 finished, some shards failed (`exitwave failures DATASET`); 75 "
     "interrupted "
     "or disk full, the same command goes on; 130 stopped at once.",
@@ -172,7 +172,10 @@ def simulate(
         session.result(document, lambda: document["message"])
         failed = f"exitwave failures {out}"
         own = isinstance(planned.spec, ParametricSpec)
-        then = f"exitwave verify {out}" if own else f"exitwave train TRAIN.yaml --data {out} --out RUN"
+        training = campaign if planned.trains else "TRAIN.yaml"
+        then = f"exitwave verify {out}" if own else f"exitwave train {training} --data {out} --out RUN"
+        if not own and not planned.trains:
+            then += " (`exitwave init TRAIN.yaml` writes one)"
         session.hint(failed if document["failed"] else then)
         raise typer.Exit(exit_code_of(document))
 

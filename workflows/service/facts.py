@@ -128,7 +128,7 @@ def _read(place: Place, seen: TrainingSeen) -> dict[str, Any]:
         return facts
     facts["status"] = status
     facts["state"], facts["why"] = _state(place, facts)
-    facts["mode"] = "online" if (place.path / "online.json").exists() else "adaptive" if status.get("adaptive") else ""
+    facts["mode"] = "online" if place.is_online else "adaptive" if status.get("adaptive") else ""
     if seen.any:
         facts["training"] = _training(seen)
     return facts

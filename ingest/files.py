@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import socket
 import stat
@@ -37,6 +38,7 @@ __all__ = [
     "open_to_read",
     "part_path",
     "publish",
+    "read_object",
     "read_plain",
     "read_plain_text",
     "shard_path",
@@ -99,6 +101,15 @@ def read_plain_text(path: Path, *, errors: str = "strict") -> str:
     """The text, in UTF-8, of the plain file at `path`. Raises as `open_to_read` does, and UnicodeDecodeError."""
     with os.fdopen(open_to_read(path), encoding="utf-8", errors=errors) as file:
         return file.read()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none that can be read: for what is only to be shown or asked."""
+    try:
+        found = json.loads(read_plain(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def byte_view(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

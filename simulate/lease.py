@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
-from exitwave.ingest.files import FileLock, read_plain_text, write_atomic
+from exitwave.ingest.files import FileLock, read_object, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 
 __all__ = ["Lease", "kept_out", "lease_holder", "told_epoch"]
@@ -135,11 +135,7 @@ def _watch(root: Path) -> None:
 
 
 def _read(root: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(read_plain_text(root / LEASE_NAME))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(root / LEASE_NAME)
 
 
 def told_epoch(root: Path) -> int:

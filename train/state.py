@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import disk_full_means_interrupted, read_plain_text
+from exitwave.train.checkpoints import checkpoint_name, whole_checkpoints
 from exitwave.train.mesh import Ranks
 
 __all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "sweep_checkpoints"]
@@ -72,7 +73,7 @@ def save_checkpoint(
 
     An error on any rank is raised by all, and the half-written folder is gone; a full disk is InterruptedRunError.
     """
-    final = folder / f"step-{progress.step:08d}"
+    final = folder / checkpoint_name(progress.step)
     part = folder / f".{final.name}.part"
     state = _state(module, optimizer, means)
     ranks.from_first(lambda: _or_clear(part, lambda: _make_clean(part)))
@@ -143,8 +144,8 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None."""
-    found = sorted(path for path in folder.glob("step-*") if path.is_dir())
-    return found[-1] if found else None
+    found = whole_checkpoints(folder)
+    return found[-1][1] if found else None
 
 
 def sweep_checkpoints(folder: Path) -> None:
@@ -199,7 +200,7 @@ def _finish(part: Path, final: Path, progress: Progress, keep: int) -> None:
         _remove(final)
     part.rename(final)
     _sync_folder(final.parent)
-    for old in sorted(final.parent.glob("step-*"))[:-keep]:
+    for _, old in whole_checkpoints(final.parent)[:-keep]:
         _remove(old)
 
 

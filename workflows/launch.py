@@ -18,7 +18,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from exitwave.ingest.events import EventTail
 from exitwave.ingest.files import FileLock, LockHeldError, read_plain, read_plain_text, write_atomic
 from exitwave.workflows.config import child_environment, dump_yaml, resolved_comment
 from exitwave.workflows.datasets import completeness, find_dataset, require_split
+from exitwave.workflows.following import follow
 from exitwave.workflows.guard import guarded
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.provenance import versions
@@ -47,7 +47,6 @@ __all__ = [
     "why_ranks_ended",
 ]
 
-_POLL_S = 0.2
 _NO_ROOM_BYTES = 64 << 10
 _ERRORS: dict[int, type[ExitwaveError]] = {
     2: UsageError,
@@ -216,7 +215,7 @@ def _run_ranks(
     kill = _killer(process)
     session.interrupts.last_words.append(kill)
     try:
-        _follow(session, process, tail, feed)
+        follow(process, tail, feed, stopping=session.stop.is_set, tell=process.terminate)
     except BaseException:
         kill()
         raise
@@ -284,22 +283,6 @@ def _killer(process: subprocess.Popen[bytes]) -> Callable[[], None]:
             process.wait()
 
     return kill
-
-
-def _follow(
-    session: Session, process: subprocess.Popen[bytes], tail: EventTail, feed: Callable[[Mapping[str, Any]], None]
-) -> None:
-    told = False
-    while True:
-        ended = process.poll() is not None
-        for event in tail.read():
-            feed(event)
-        if ended:
-            return
-        if session.stop.is_set() and not told:
-            process.terminate()
-            told = True
-        time.sleep(_POLL_S)
 
 
 def why_ranks_ended(out: Path, code: int, *, stopped: bool, log: Path, since: int = 0, ranks: int = 1) -> ExitwaveError:

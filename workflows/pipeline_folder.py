@@ -11,7 +11,7 @@ from typing import Any
 
 from exitwave.ingest.arrivals import ReservoirSettings
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.files import FileLock, read_plain_text, write_atomic
+from exitwave.ingest.files import FileLock, read_object, write_atomic
 from exitwave.simulate.lease import kept_out
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import differences, dump_yaml, load_document, read_resolved, resolved_comment, validate
@@ -105,7 +105,7 @@ def refuse_the_other_way(run: Path, spec: TrainSpec, online: ReservoirSettings |
 
     `online`: what that order would follow from now, None without --online.
     """
-    before = _identity(run)
+    before = read_object(run / "train.json")
     if not before or trained(run, spec):
         return
     then = before.get("online")
@@ -125,16 +125,7 @@ def refuse_the_other_way(run: Path, spec: TrainSpec, online: ReservoirSettings |
 
 
 def trained(run: Path, spec: TrainSpec) -> bool:
-    return (run / "model.pt").exists() and _identity(run).get("spec") == spec.canonical()
-
-
-def _identity(run: Path) -> dict[str, Any]:
-    """What a training's folder says it is; nothing where that cannot be read: the ranks will say what is wrong."""
-    try:
-        identity = json.loads(read_plain_text(run / "train.json"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return identity if isinstance(identity, dict) else {}
+    return (run / "model.pt").exists() and read_object(run / "train.json").get("spec") == spec.canonical()
 
 
 def _resolved(spec: PipelineSpec) -> dict[str, Any]:

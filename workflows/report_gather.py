@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from exitwave.ingest.dataset import Dataset, open_dataset
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
-from exitwave.ingest.files import read_plain_text
+from exitwave.ingest.files import read_object, read_plain_text
 from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.workflows.adaptive_facts import adaptive_facts
 from exitwave.workflows.inspecting import structure_rows
@@ -92,7 +91,7 @@ def _whole(
     configuration: str,
     folder: Path,
 ) -> ReportData:
-    evaluation = _json(train / "metrics.json")
+    evaluation = read_object(train / "metrics.json")
     metrics = evaluation.get("metrics", {})
     train_events = read_events(train / "events.jsonl")
     simulated = read_events(dataset / "events.jsonl") if dataset is not None else []
@@ -171,14 +170,6 @@ def _dataset(folder: Path) -> ReportData:
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(read_plain_text(path))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _name(configuration: str) -> str:
@@ -366,7 +357,7 @@ def _splits(data: Dataset | None, structures: Sequence[Mapping[str, Any]]) -> li
 def _rejected(dataset: Path | None) -> list[dict[str, str]]:
     if dataset is None:
         return []
-    rows = _json(dataset / "plan.json").get("rejected", [])
+    rows = read_object(dataset / "plan.json").get("rejected", [])
     return [{"source": str(r["source"]), "why": str(r["why"])} for r in rows]
 
 

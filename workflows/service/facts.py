@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError
-from exitwave.ingest.files import FileLock, read_plain_text
+from exitwave.ingest.files import FileLock, read_object
 from exitwave.workflows.service.catalogue import Place
 from exitwave.workflows.service.jobs import Job, Verdict
 from exitwave.workflows.service.rounds import rounds_table, study_status, trials_table
@@ -75,7 +74,7 @@ class Facts:
         """For the page of one run: with parts, loss curve, metrics."""
         facts = self._cached(place, verdict) | _who(place, job, verdict)
         if place.training is not None:
-            facts["metrics"] = _json(place.training / "metrics.json").get("metrics", {})
+            facts["metrics"] = read_object(place.training / "metrics.json").get("metrics", {})
             if "training" in facts:
                 with self._reading:
                     seen = self._follow(place)
@@ -159,11 +158,3 @@ def _state(place: Place, facts: Mapping[str, Any]) -> tuple[str, str]:
 
 def _updated(place: Place) -> float:
     return max((mtime for mtime, _ in _signature(place, _TRUTHS)), default=0) / 1e9
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(read_plain_text(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -8,13 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from exitwave.workflows import verbs_data  # noqa: F401  (its verbs stand before these in the help)
+from exitwave.workflows import verbs_stored  # noqa: F401  (its verbs stand before these in the help)
 from exitwave.workflows.commands import DATA, Debug, Json, Quiet, verb
 from exitwave.workflows.session import Session, open_session
+from exitwave.workflows.verbs_data import DatasetFolder
 
-DatasetFolder = Annotated[
-    Path, typer.Argument(metavar="DATASET", help="The folder that `simulate --out` made, or the RUN that holds it.")
-]
 Where = Annotated[
     str | None,
     typer.Option(

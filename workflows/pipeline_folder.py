@@ -15,6 +15,7 @@ from exitwave.ingest.files import FileLock, read_object, write_atomic
 from exitwave.simulate.lease import kept_out
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import differences, dump_yaml, load_document, read_resolved, resolved_comment, validate
+from exitwave.workflows.nodes_spec import STATE
 from exitwave.workflows.pipeline_spec import PipelineSpec
 from exitwave.workflows.provenance import git_commit, versions
 
@@ -90,7 +91,9 @@ def _folders(out: Path) -> list[Path]:
 
 
 def _has_trained(out: Path) -> bool:
-    return any((run / "train.json").exists() for run in _folders(out))
+    """Whether a training has begun, or waits in a queue."""
+    marks = ("train.json", f"{STATE}/job.json")
+    return any((run / mark).exists() for run in _folders(out) for mark in marks)
 
 
 def _how_to_train_again(out: Path, possible: bool) -> str:

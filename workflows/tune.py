@@ -142,7 +142,7 @@ def _claim(out: Path, sections: PipelineSections, data: Path | None) -> None:
             lines = "\n  ".join(changed)
             raise UsageError(
                 f"{out}: is another search:\n  {lines}\nOnly tune.trials may grow, and tune.max_seconds change. Give "
-                "another --out for another search."
+                f"another --out for another search; --data {out if data is None else data} lets it share the data set."
             )
     made = {**versions(), "commit": git_commit() or "unknown"}
     where = [] if data is None else [f"On the data set {json.dumps(str(data.absolute()))}."]

@@ -42,12 +42,11 @@ def test_fresh_removes_nothing_under_a_training(tmp_path: Path, part: str) -> No
     assert (out / "dataset" / "one").exists() and (out / "pipeline.yaml").exists()
 
 
-@pytest.mark.parametrize("part", ["train", "rounds/round-0000"])
+@pytest.mark.parametrize("part", ["train/train.json", "train/.slurm/job.json", "rounds/round-0000/train.json"])
 def test_a_training_may_be_another_one_while_none_has_begun(tmp_path: Path, part: str) -> None:
     path, out = made(tmp_path)
-    run = out / part
-    run.mkdir(parents=True)
-    (run / "train.json").write_text("{}")
+    (out / part).parent.mkdir(parents=True)
+    (out / part).write_text("{}")
     lower = read_pipeline(path, ["train.optimizer.lr=1e-5"])[1]
     with pytest.raises(UsageError, match=r"(?s)train.optimizer.lr: was .* Or remove \S+/train"):
         claim(out, lower, fresh=False)
@@ -55,7 +54,7 @@ def test_a_training_may_be_another_one_while_none_has_begun(tmp_path: Path, part
     with pytest.raises(UsageError) as caught:
         claim(out, other, fresh=False)
     assert "Or remove" not in str(caught.value)
-    (run / "train.json").unlink()
+    (out / part).unlink()
     assert claim(out, lower, fresh=False) is True
     with pytest.raises(UsageError, match=r"campaign.seed"):
         claim(out, other, fresh=False)

@@ -24,6 +24,7 @@ from exitwave.train.spec import TrainSpec
 from exitwave.workflows.config import load_document
 from exitwave.workflows.datasets import completeness
 from exitwave.workflows.pipeline_folder import trained
+from exitwave.workflows.service.access import load_token
 from exitwave.workflows.training_seen import FollowedTraining
 
 PACKAGES = Path(__file__).parents[2]
@@ -88,6 +89,12 @@ def test_nothing_is_logged_into_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(UsageError, match="no plain file"):
         EventLog(tmp_path / "events.jsonl").emit("started")
+
+
+def test_a_token_is_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token", 0o600)
+    with pytest.raises(UsageError, match="no plain file"):
+        load_token(tmp_path / "token")
 
 
 def test_a_configuration_may_come_by_a_pipe_that_was_handed_over() -> None:

@@ -29,9 +29,9 @@ def keep_freed_memory() -> None:
     A training step and a multislice pass free and allocate the same large arrays over and over; each page that comes
     back from the kernel is cleared anew. Dask starts its workers with MALLOC_TRIM_THRESHOLD_=65536, which gives back
     at every turn. Arrays of 32 MiB and more are still mapped one by one (mallopt(3)). Nothing happens with another
-    allocator, or where MALLOC_MMAP_THRESHOLD_ says that somebody has decided.
+    allocator.
     """
-    if not sys.platform.startswith("linux") or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+    if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

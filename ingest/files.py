@@ -19,11 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import crc32c as crc32c_library
 import numpy as np
 import xxhash
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
+
+try:  # the extra `fast`: twice as fast where the processor multiplies 512 bits without carry
+    from awscrt.checksums import crc32c as _crc32c
+except ImportError:
+    from crc32c import crc32c as _crc32c
 
 __all__ = [
     "FileLock",
@@ -120,12 +124,12 @@ def byte_view(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 def crc32c(array: np.ndarray[Any, Any]) -> int:
     """CRC-32C of a C-contiguous array's bytes, without a copy; other threads run meanwhile where it is large."""
     plain = array if array.dtype == np.uint8 else array.reshape(-1).view(np.uint8)
-    return int(crc32c_library.crc32c(plain.data))
+    return int(_crc32c(plain.data))
 
 
 def crc32c_more(data: memoryview, before: int) -> int:
     """CRC-32C of bytes (uint8) that follow those of which `before` is the checksum; 0 for none before."""
-    return int(crc32c_library.crc32c(data, before))
+    return int(_crc32c(data, before))
 
 
 def fsync_dir(folder: Path) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from exitwave.ingest.codecs import decode
 from exitwave.ingest.errors import DamagedDataError
+from exitwave.ingest.extent_io import read_sample
 from exitwave.ingest.files import byte_view, crc32c, hash_file, open_to_read, shard_path
-from exitwave.ingest.reading import read_sample
 from exitwave.ingest.records import PublishedShard
 from exitwave.ingest.schema import TABLES
 

@@ -494,9 +494,23 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     return None
 
 
+# What a Dask nanny in this process sets for its workers and leaves behind in ours (`distributed.nanny`), by which ranks
+# would train on one thread and give their memory back after each array.
+_LEFT_BY_DASK = frozenset(
+    ("MALLOC_TRIM_THRESHOLD_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED")
+)
+_SET_BEFORE = _LEFT_BY_DASK & os.environ.keys()
+
+
 def child_environment(**extra: str) -> dict[str, str]:
-    """The environment for a process that we start: ours, and what `extra` sets."""
-    return {**os.environ, **extra}
+    """The environment for a process that we start: ours as it was before Dask, and what `extra` sets."""
+    own = {name: value for name, value in os.environ.items() if name not in _LEFT_BY_DASK or name in _SET_BEFORE}
+    return {**own, **extra}
+
+
+def rank_threads(ranks: int, cores: int) -> dict[str, str]:
+    """OMP_NUM_THREADS for each of the ranks that share a host's cores; nothing where the user has set it."""
+    return {} if "OMP_NUM_THREADS" in _SET_BEFORE else {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
 
 
 def environment_value(name: str) -> str | None:

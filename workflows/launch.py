@@ -26,7 +26,8 @@ from typing import Any
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import EventTail
 from exitwave.ingest.files import FileLock, LockHeldError, read_plain, read_plain_text, write_atomic
-from exitwave.workflows.config import child_environment, dump_yaml, resolved_comment
+from exitwave.workflows.campaigns import default_workers
+from exitwave.workflows.config import child_environment, dump_yaml, rank_threads, resolved_comment
 from exitwave.workflows.datasets import completeness, find_dataset, require_split
 from exitwave.workflows.following import follow
 from exitwave.workflows.guard import guarded
@@ -209,6 +210,7 @@ def _run_ranks(
             env=child_environment(
                 EXITWAVE_LAUNCHED="1",
                 CUBLAS_WORKSPACE_CONFIG=":4096:8",
+                **rank_threads(ranks, default_workers()),
                 **({"RANK": "0", "WORLD_SIZE": "1"} if ranks == 1 else {}),
             ),
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.files import read_plain_text, write_atomic
-from exitwave.ingest.processes import die_with_parent
+from exitwave.ingest.processes import die_with_parent, keep_freed_memory
 from exitwave.workflows.config import RankEnvironment, prefer_own_interface
 from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.session import Session
@@ -85,6 +85,7 @@ def _train(
     from exitwave.train.spatial_mesh import mesh_of
     from exitwave.train.trainer import train
 
+    keep_freed_memory()
     arriving = read_online(online, replay)
     info = RankInfo(
         rank=place.rank,

@@ -27,6 +27,7 @@ from typing import Any
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.files import FileLock, write_atomic
+from exitwave.ingest.processes import keep_freed_memory
 from exitwave.train.checkpoints import last_step
 from exitwave.workflows.config import dump_yaml, resolved_comment
 from exitwave.workflows.provenance import versions
@@ -115,6 +116,7 @@ def _train_and_judge(task: TrialTask, dataset: Path, out: Path) -> float:
     if task.ranks == 1:
         from exitwave.train.trainer import train
 
+        keep_freed_memory()
         train(spec, data=dataset, out=out, stop=_stop(out), threads=1)
     else:
         _train_with_ranks(spec, dataset, out, task.ranks)

@@ -154,6 +154,10 @@ def _whole_events(data: bytes) -> list[dict[str, Any]]:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and "kind" in event:
+        if (
+            isinstance(event, dict)
+            and isinstance(event.get("kind"), str)
+            and isinstance(event.get("t", 0), int | float)
+        ):
             events.append(event)
     return events

@@ -358,7 +358,8 @@ def _rejected(dataset: Path | None) -> list[dict[str, str]]:
     if dataset is None:
         return []
     rows = read_object(dataset / "plan.json").get("rejected", [])
-    return [{"source": str(r["source"]), "why": str(r["why"])} for r in rows]
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [{"source": str(row.get("source")), "why": str(row.get("why"))} for row in rows]
 
 
 def _failures(dataset: Path | None) -> list[dict[str, Any]]:

@@ -122,11 +122,13 @@ def _read(place: Place, seen: TrainingSeen) -> dict[str, Any]:
             status = status_document(place.path, training=seen) if place.kind != "training" else {}
             if status.get("adaptive"):
                 facts["trials"] = rounds_table(status["adaptive"])
+        facts["status"] = status
+        facts["state"], facts["why"] = _state(place, facts)
     except (ExitwaveError, OSError) as error:
-        facts |= {"state": "unreadable", "why": str(error).splitlines()[0], "status": {}}
-        return facts
-    facts["status"] = status
-    facts["state"], facts["why"] = _state(place, facts)
+        return facts | {"state": "unreadable", "why": (str(error).splitlines() or [""])[0], "status": {}}
+    except Exception as error:  # what no writer of ours wrote must not take the other runs off the list
+        why = f"a file of it does not hold what it should ({type(error).__name__}: {str(error)[:200]})"
+        return facts | {"state": "unreadable", "why": why, "status": {}}
     facts["mode"] = "online" if place.is_online else "adaptive" if status.get("adaptive") else ""
     if seen.any:
         facts["training"] = _training(seen)

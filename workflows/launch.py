@@ -27,13 +27,14 @@ from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedR
 from exitwave.ingest.events import EventTail
 from exitwave.ingest.files import FileLock, LockHeldError, read_plain, read_plain_text, write_atomic
 from exitwave.workflows.campaigns import default_workers
-from exitwave.workflows.config import child_environment, dump_yaml, rank_threads, resolved_comment
+from exitwave.workflows.config import child_environment, rank_threads
 from exitwave.workflows.datasets import completeness, find_dataset, require_split
 from exitwave.workflows.following import follow
 from exitwave.workflows.guard import guarded
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.provenance import versions
 from exitwave.workflows.rank import check_mesh, clear_rank_errors, read_rank_errors
+from exitwave.workflows.resolved import dump_yaml, resolved_comment
 from exitwave.workflows.session import Session
 
 __all__ = [

@@ -30,12 +30,12 @@ from typing import Any
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import EventTail
 from exitwave.ingest.files import FileLock, read_plain_text, write_atomic
-from exitwave.workflows.config import dump_yaml, resolved_comment
 from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.launch import make_folder, refuse_other, training_document
 from exitwave.workflows.nodes_meeting import error_of, read_verdict
 from exitwave.workflows.nodes_spec import STATE, LaunchSection, ranks_a_node, training_script
 from exitwave.workflows.provenance import versions
+from exitwave.workflows.resolved import dump_yaml, resolved_comment
 from exitwave.workflows.session import Session
 
 __all__ = [

@@ -14,10 +14,11 @@ from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import FileLock, read_object, write_atomic
 from exitwave.simulate.lease import kept_out
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.config import differences, dump_yaml, load_document, read_resolved, resolved_comment, validate
+from exitwave.workflows.config import load_document, validate
 from exitwave.workflows.nodes_spec import STATE
 from exitwave.workflows.pipeline_spec import PipelineSpec
 from exitwave.workflows.provenance import git_commit, versions
+from exitwave.workflows.resolved import differences, dump_yaml, read_resolved, resolved_comment
 
 __all__ = ["claim", "refuse_foreign", "refuse_the_other_way", "trained"]
 

@@ -29,8 +29,8 @@ from exitwave.ingest.events import read_events
 from exitwave.ingest.files import FileLock, write_atomic
 from exitwave.ingest.processes import keep_freed_memory
 from exitwave.train.checkpoints import last_step
-from exitwave.workflows.config import dump_yaml, resolved_comment
 from exitwave.workflows.provenance import versions
+from exitwave.workflows.resolved import dump_yaml, resolved_comment
 
 __all__ = ["SIMULATOR", "STOP_NAME", "TrialTask", "failure_state", "run_trial"]
 

@@ -10,9 +10,10 @@ import pytest
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.cluster_spec import SlurmSpec
 from exitwave.simulate.spec import CampaignSpec
-from exitwave.workflows.config import apply_overrides, dump_yaml, is_pipeline, parse_document, validate
+from exitwave.workflows.config import apply_overrides, is_pipeline, parse_document, validate
 from exitwave.workflows.pipeline_folder import _resolved, claim
 from exitwave.workflows.pipeline_spec import PipelineSpec, read_sections
+from exitwave.workflows.resolved import dump_yaml
 from exitwave.workflows.scaffold import template_names, template_text
 from exitwave.workflows.tune import _resolved as _resolved_search
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from pydantic import BaseModel, ConfigDict, Field
 
 from exitwave.ingest.errors import ExitwaveError
-from exitwave.workflows.config import dump_yaml
+from exitwave.workflows.resolved import dump_yaml
 from exitwave.workflows.service.live import TooManyError
 from exitwave.workflows.service.runs import Conflict, Runs
 from exitwave.workflows.session import compact_json

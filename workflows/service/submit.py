@@ -18,7 +18,8 @@ from typing import Any, Literal
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.files import read_plain, write_atomic
 from exitwave.workflows.campaigns import is_parametric
-from exitwave.workflows.config import Document, apply_overrides, dump_yaml, is_pipeline, parse_document, validate
+from exitwave.workflows.config import Document, apply_overrides, is_pipeline, parse_document, validate
+from exitwave.workflows.resolved import dump_yaml
 from exitwave.workflows.service.catalogue import NAME
 
 __all__ = ["Verb", "arguments_for", "checked", "verb_of", "write_new"]

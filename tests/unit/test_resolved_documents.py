@@ -64,6 +64,8 @@ def test_a_folder_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     for name in set(old["train"]) - spec.train.model_fields_set:
         del old["train"][name]
     (tmp_path / "pipeline.yaml").write_text(dump_yaml(old))
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "train.json").write_text("{}")  # a training has begun
     assert claim(tmp_path, spec, fresh=False)
     with pytest.raises(UsageError, match=r"train\.batch"):
         claim(tmp_path, read(template_text("quickstart"), PipelineSpec, "train.batch=3"), fresh=False)

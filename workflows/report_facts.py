@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from exitwave.ingest.dataset import Dataset
 from exitwave.workflows.progress import human_bytes, human_seconds
 from exitwave.workflows.provenance import git_commit, host_facts, versions
 
-__all__ = ["last", "provenance", "simulation_rates", "speed", "stages", "staging_rates", "training_rates"]
+__all__ = ["last", "provenance", "simulation_rates", "sound", "speed", "stages", "staging_rates", "training_rates"]
 
 Events = Sequence[Mapping[str, Any]]
 
@@ -21,6 +22,33 @@ Events = Sequence[Mapping[str, Any]]
 def last(events: Events, kinds: Iterable[str]) -> Mapping[str, Any]:
     wanted = set(kinds)
     return next((e for e in reversed(events) if e["kind"] in wanted), {})
+
+
+_NUMBERS = ("n", "step", "seconds", "samples_per_s", "bytes_copied", "batch", "parameters", "workers", "world_size")
+_NEEDED = {
+    "part_finished": ("part", "seconds"),
+    "part_interrupted": ("part", "seconds"),
+    "part_failed": ("part", "seconds"),
+    "shard_committed": ("n",),
+    "train_started": ("step",),
+    "train_resumed": ("step",),
+    "train_step": ("step", "loss", "samples_per_s"),
+    "train_eval": ("step", "loss"),
+}
+
+
+def sound(events: Events) -> list[Mapping[str, Any]]:
+    """The events that say what their kinds say: a report is made of these, and does without a line that is damaged."""
+    return [event for event in events if _is_sound(event)]
+
+
+def _is_sound(event: Mapping[str, Any]) -> bool:
+    if any(event.get(name) is None for name in _NEEDED.get(event["kind"], ())):
+        return False
+    loss, numbers = event.get("loss"), [event[name] for name in _NUMBERS if event.get(name) is not None]
+    return (loss is None or isinstance(loss, int | float)) and all(
+        isinstance(each, int | float) and math.isfinite(each) for each in numbers
+    )
 
 
 # --- rates ----------------------------------------------------------------------------------------------------------
@@ -37,7 +65,7 @@ def stages(events: Events) -> list[tuple[str, float]]:
 
 def simulation_rates(events: Events) -> list[tuple[str, str, str]]:
     started = last(events, ("campaign_started",))
-    commits = [e for e in events if e["kind"] == "shard_committed" and isinstance(e.get("n"), int)]
+    commits = [e for e in events if e["kind"] == "shard_committed"]
     if not commits:
         return []
     begun = [e for e in events if e["kind"] == "campaign_started" and e["t"] <= commits[-1]["t"]]

@@ -22,6 +22,7 @@ from exitwave.workflows.report_facts import (
     last,
     provenance,
     simulation_rates,
+    sound,
     speed,
     stages,
     staging_rates,
@@ -54,7 +55,7 @@ def gather(folder: Path) -> ReportData:
 
 
 def _pipeline(run: Path) -> ReportData:
-    events = read_events(run / "events.jsonl")
+    events = sound(read_events(run / "events.jsonl"))
     dataset = run / "dataset"
     data = open_dataset(dataset, cache=run / "cache") if (dataset / MANIFEST_NAME).exists() else None
     configuration = read_plain_text(run / "pipeline.yaml", errors="replace")
@@ -92,9 +93,9 @@ def _whole(
     folder: Path,
 ) -> ReportData:
     evaluation = read_object(train / "metrics.json")
-    metrics = evaluation.get("metrics", {})
-    train_events = read_events(train / "events.jsonl")
-    simulated = read_events(dataset / "events.jsonl") if dataset is not None else []
+    metrics = {name: scores for name, scores in evaluation.get("metrics", {}).items() if isinstance(scores, dict)}
+    train_events = sound(read_events(train / "events.jsonl"))
+    simulated = sound(read_events(dataset / "events.jsonl")) if dataset is not None else []
     loss = _curve(train_events)
     structures = structure_rows(data.manifest) if data is not None else []
     split = str(evaluation.get("split", "test"))
@@ -140,7 +141,7 @@ def _whole(
 
 def _dataset(folder: Path) -> ReportData:
     data = open_dataset(folder)
-    events = read_events(folder / "events.jsonl")
+    events = sound(read_events(folder / "events.jsonl"))
     structures = structure_rows(data.manifest)
     path = folder / "campaign.yaml"
     configuration = read_plain_text(path, errors="replace") if path.exists() else ""

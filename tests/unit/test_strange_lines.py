@@ -10,6 +10,7 @@ import pytest
 
 from exitwave.ingest.events import EventLog, read_events
 from exitwave.simulate.state import replay
+from exitwave.workflows.report_facts import sound, stages, training_rates
 from exitwave.workflows.service.runs import Runs
 from exitwave.workflows.tune_record import fold
 
@@ -58,3 +59,23 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: p
     rows = {row["id"]: row for row in Runs(tmp_path).listed(0, 10)["runs"]}
     assert rows["good"]["state"] == "finished"
     assert rows["odd"]["state"] == "unreadable" and "KeyError" in rows["odd"]["why"]
+
+
+def test_a_report_is_made_of_what_is_sound() -> None:
+    good = [
+        {"kind": "train_started", "t": 1.0, "step": 0, "batch": 4},
+        {"kind": "train_step", "t": 2.0, "step": 1, "loss": 0.5, "samples_per_s": 9.0},
+        {"kind": "part_finished", "t": 3.0, "part": "train", "seconds": 2},
+        {"kind": "anything", "why": None},
+    ]
+    strange = [
+        {**good[1], "loss": ""},
+        {**good[1], "samples_per_s": None},
+        {**good[1], "step": "one"},
+        {**good[2], "seconds": float("inf")},
+        {"kind": "part_finished"},
+        {"kind": "shard_committed", "n": []},
+    ]
+    kept = sound([*strange, *good])
+    assert kept == good
+    assert stages(kept) == [("train", 2.0)] and training_rates(kept)[0][0] == "Training"

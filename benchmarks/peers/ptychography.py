@@ -12,8 +12,8 @@ ENVIRONMENT is one of its own with py4DSTEM (`pip install py4DSTEM==0.14.18`), w
    detector reaches nearly as far as the grid is free of aliases. The vacuum pattern goes through the same detector.
 3. py4dstem_ptychography.py reconstructs them. Its settings are chosen on the validation samples by `rmse_V`, each with
    the one non-negative scale that every classical method gets: first how many positions, then one slice (at the
-   entrance or half way) and several, each with one change after another as long as it helps. The number of iterations
-   and the blur of the result are chosen with each, from what a reconstruction leaves on its way.
+   entrance or half way) with one change after another as long as it helps, then several slices. The number of
+   iterations and the blur of the result are chosen with each, from what a reconstruction leaves on its way.
 4. The split's samples are reconstructed with these settings, with as many more iterations as their error needs to
    flatten (`--most`), and scaled.
 
@@ -370,7 +370,7 @@ def experiment(
 
 def n_trials(single_slice: bool, settings: dict[str, Any] | None) -> int:
     one = len(POSITIONS) + len(ONE_SLICE) + len(CHANGES)
-    several = 0 if single_slice else len(SLICES) + len(CHANGES) + len(OF_SLICES)
+    several = 0 if single_slice else len(SLICES) + len(OF_SLICES)
     return 1 if settings else one + several
 
 
@@ -379,7 +379,9 @@ def best_of(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tuned(trial: Callable[[dict[str, Any]], dict[str, Any]], *, single_slice: bool) -> list[dict[str, Any]]:
-    """All trials: how many positions; then one slice and several, each with one change after another where it helps."""
+    """All trials: how many positions; then one slice, with one change after another, each kept where it helps; then
+    several slices likewise, with changes of their own where they are better than one.
+    """
 
     def improved(trials: list[dict[str, Any]], changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for change in changes:
@@ -391,7 +393,11 @@ def tuned(trial: Callable[[dict[str, Any]], dict[str, Any]], *, single_slice: bo
     one = improved([*one, *(trial(scan | model) for model in ONE_SLICE)], CHANGES)
     if single_slice:
         return one
-    return one + improved([trial(scan | model) for model in SLICES], (*CHANGES, *OF_SLICES))
+    likewise = {name: value for name, value in best_of(one)["settings"].items() if name != "plane"}
+    several = [trial(likewise | model) for model in SLICES]
+    if best_of(several)["rmse_V"] < best_of(one)["rmse_V"]:
+        several = improved(several, OF_SLICES)
+    return one + several
 
 
 def report(

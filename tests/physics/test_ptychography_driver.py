@@ -19,6 +19,7 @@ from exitwave.simulate.tasks import draw_sample
 
 _FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "peers" / "ptychography.py"
 _spec = importlib.util.spec_from_file_location("ptychography_driver", _FILE)
+sys.path.insert(0, str(_FILE.parent))  # as when it is run
 assert _spec is not None and _spec.loader is not None
 driver = importlib.util.module_from_spec(_spec)
 sys.modules["ptychography_driver"] = driver

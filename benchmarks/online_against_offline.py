@@ -91,7 +91,9 @@ def run(pipeline: Path, out: Path, *options: str) -> dict[str, Any]:
     """One arm: (seconds since the start, RMSE [V·Å]) of each validation, and what the parts took."""
     command = [sys.executable, "-m", "exitwave.workflows", "run", str(pipeline), "--out", str(out), *options]
     one = {"OMP_NUM_THREADS": "1"}  # a rank has one core, in each arm and layout
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | one)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | one)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     line, train = events(out / "events.jsonl"), events(out / "train" / "events.jsonl")
     began = line[0]["t"]
     parts = {e["part"]: e["seconds"] for e in line if e["kind"] == "part_finished"}
@@ -153,12 +155,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--cores", nargs="+", choices=("shared", "apart"), default=["shared", "apart"])
+    parser.add_argument("--work", type=Path, help="where to work; else the system's temporary folder")
     options = parser.parse_args()
     samples, epochs, validations = SIZES[options.size]
     cores = os.cpu_count() or 1
     steps = epochs * (13 * samples // 16)  # 16 compositions, of which 13 are for training
     rows = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=options.work) as name:
         folder = Path(name)
         for k in range(options.rounds):
             for layout in options.cores:

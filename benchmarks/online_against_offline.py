@@ -1,23 +1,28 @@
 """Time to the same validation error: training beside the campaign against simulating first and training then.
 
-    python benchmarks/online_against_offline.py [--rounds 3] [--size full]
+    python benchmarks/online_against_offline.py [--rounds 3] [--size full] [--cores shared apart]
 
-Three arms, each the same pipeline on the same machine, in turn, the order turned each round:
+Each arm is the same pipeline on the same machine, in turn, the order turned each round:
 
-    offline        `exitwave run`: simulate with a worker on every core; then train with a rank on every core
-    online         `exitwave run --online`: both at once, as it comes. No sample is used more often before the last has
-                   come than the whole training uses it, so that the training ends after the campaign
-    online, eager  the same with `online.max_reuse` three times that: all steps are taken by the time that a third of
-                   the samples is there. What comes later is never seen: it pays where the samples of a campaign
-                   resemble each other, and only a comparison like this one tells
+    offline         `exitwave run`: simulate; then train
+    online          `exitwave run --online`: both at once, as it comes. No sample is used more often before the last
+                    has come than the whole training uses it, so that the training ends after the campaign
+    online, longer  the same with a quarter more epochs: steps that were taken on few samples are made up for
+    online, eager   the same with `online.max_reuse` three times the epochs: most steps are taken by the time that a
+                    third of the samples is there. It pays where the samples of a campaign resemble each other
 
-The error is the validation loss. What both arms of a pair have to reach is 1.05 times the last one of the offline arm
-of the round; an arm's time is from the start of the command to the first validation that is there. `balance` is the
-time of the offline arm's simulation over that of its training: the goal is set for stages that take the same time.
+and all of it in two layouts of the same cores:
 
-Two cores do the same work in either order, so that only this can be gained: phases in which a stage leaves a core idle
-(processes that start, ranks that wait for each other, a campaign's last tasks), and samples that the error does not
-need.
+    shared          a worker on every core, then a rank on every core; online as many of both, the ranks first. Cores do
+                    the same work in either order: what can be gained is the time in which a stage leaves a core idle
+                    (processes that start, ranks that wait for each other, a campaign's last tasks)
+    apart           half of the cores have workers and the other half ranks, in both arms: as where simulations run on
+                    processors and the training on accelerators, and neither can do the other's work
+
+The error is the RMSE [V·Å] over the validation split (a loss is in units of what had arrived when it was first
+measured). What all arms of a round have to reach is 1.05 times the last one of the offline arm; an arm's time is from
+the start of the command to the first validation that is there. `balance` is the time of the offline arm's simulation
+over that of its training: the goal is set for stages that take the same time.
 """
 
 from __future__ import annotations
@@ -37,13 +42,14 @@ from typing import Any
 GOAL = 0.65
 SLACK = 1.05
 EAGER = 3
+LONGER = 1.25
 # samples a structure, epochs, validations
-SIZES = {"tiny": (4, 6, 6), "small": (12, 16, 16), "full": (48, 24, 24)}
+SIZES = {"tiny": (4, 6, 6), "small": (12, 16, 16), "full": (48, 16, 32)}
 
 PIPELINE = """\
 name: online-against-offline
-ranks: {cores}
-cluster: {{kind: local, workers: {cores}}}
+ranks: {each}
+cluster: {{kind: local, workers: {each}}}
 campaign:
   name: online-against-offline
   seed: 7
@@ -82,14 +88,17 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def run(pipeline: Path, out: Path, *options: str) -> dict[str, Any]:
-    """One arm: (seconds since the start, validation loss) of each validation, and what the parts took."""
+    """One arm: (seconds since the start, RMSE [V·Å]) of each validation, and what the parts took."""
     command = [sys.executable, "-m", "exitwave.workflows", "run", str(pipeline), "--out", str(out), *options]
-    subprocess.run(command, check=True, capture_output=True)
+    one = {"OMP_NUM_THREADS": "1"}  # a rank has one core, in each arm and layout
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | one)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     line, train = events(out / "events.jsonl"), events(out / "train" / "events.jsonl")
     began = line[0]["t"]
     parts = {e["part"]: e["seconds"] for e in line if e["kind"] == "part_finished"}
     return {
-        "curve": [(e["t"] - began, float(e["loss"])) for e in train if e["kind"] == "train_eval"],
+        "curve": [(e["t"] - began, float(e["rmse_VA"])) for e in train if e["kind"] == "train_eval"],
         "trained_s": max(e["t"] for e in train) - began,
         "simulate_s": parts["simulate"],
         "train_s": parts["train"],
@@ -97,32 +106,42 @@ def run(pipeline: Path, out: Path, *options: str) -> dict[str, Any]:
 
 
 def reached_s(curve: list[tuple[float, float]], error: float) -> float | None:
-    return next((seconds for seconds, loss in curve if loss <= error), None)
+    return next((seconds for seconds, rmse in curve if rmse <= error), None)
+
+
+def arms_of(epochs: int) -> dict[str, tuple[str, ...]]:
+    return {
+        "offline": (),
+        "online": ("--online",),
+        "online, longer": ("--online", "--set", f"train.epochs={round(LONGER * epochs)}"),
+        "online, eager": ("--online", "--set", f"online.max_reuse={EAGER * epochs}"),
+    }
 
 
 def one_round(pipeline: Path, folder: Path, epochs: int, number: int) -> dict[str, Any]:
-    eager = ("--online", "--set", f"online.max_reuse={EAGER * epochs}")
-    arms: list[tuple[str, tuple[str, ...]]] = [("offline", ()), ("online", ("--online",)), ("online, eager", eager)]
-    arms = arms[number % 3 :] + arms[: number % 3]
-    measured = {name: run(pipeline, folder / f"{number}-{name}", *options) for name, options in arms}
-    for name, _ in arms:
+    arms = list(arms_of(epochs).items())
+    turn = number % len(arms)
+    measured = {}
+    for name, options in arms[turn:] + arms[:turn]:
+        measured[name] = run(pipeline, folder / f"{number}-{name}", *options)
         shutil.rmtree(folder / f"{number}-{name}", ignore_errors=True)
     return measured
 
 
-def row(round_number: int, measured: dict[str, Any]) -> dict[str, Any]:
+def row(cores: str, round_number: int, measured: dict[str, Any]) -> dict[str, Any]:
     offline = measured["offline"]
     error = SLACK * offline["curve"][-1][1]
     found: dict[str, Any] = {
+        "cores": cores,
         "round": round_number,
-        "error": error,
+        "error_VA": error,
         "balance": offline["simulate_s"] / offline["train_s"],
     }
     for name, arm in measured.items():
         key = name.replace(", ", "_")
         found[f"{key}_reached_s"] = reached_s(arm["curve"], error)
         found[f"{key}_trained_s"] = arm["trained_s"]
-        found[f"{key}_last_loss"] = arm["curve"][-1][1]
+        found[f"{key}_last_rmse_VA"] = arm["curve"][-1][1]
     return found
 
 
@@ -135,26 +154,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--cores", nargs="+", choices=("shared", "apart"), default=["shared", "apart"])
+    parser.add_argument("--work", type=Path, help="where to work; else the system's temporary folder")
     options = parser.parse_args()
     samples, epochs, validations = SIZES[options.size]
     cores = os.cpu_count() or 1
-    with tempfile.TemporaryDirectory() as name:
+    steps = epochs * (13 * samples // 16)  # 16 compositions, of which 13 are for training
+    rows = []
+    with tempfile.TemporaryDirectory(dir=options.work) as name:
         folder = Path(name)
-        pipeline = folder / "pipeline.yaml"
-        steps = epochs * (13 * samples // 16)  # 16 compositions, of which 13 are for training
-        shard = max(2, samples // 8)
-        text = PIPELINE.format(
-            cores=cores, samples=samples, shard=shard, epochs=epochs, every=max(1, steps // validations)
-        )
-        pipeline.write_text(text)
-        rows = [row(k, one_round(pipeline, folder, epochs, k)) for k in range(options.rounds)]
+        for k in range(options.rounds):
+            for layout in options.cores:
+                each = cores if layout == "shared" else max(1, cores // 2)
+                pipeline = folder / f"{layout}.yaml"
+                shard, every = max(2, samples // 8), max(1, steps // validations)
+                text = PIPELINE.format(each=each, samples=samples, shard=shard, epochs=epochs, every=every)
+                pipeline.write_text(text)
+                rows.append(row(layout, k, one_round(pipeline, folder, epochs, k)))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     targets = []
-    for arm in ("online", "online_eager"):
-        got = ratios(rows, arm)
-        value = statistics.median(got) if len(got) == len(rows) else None
-        holds = value is not None and value <= GOAL
-        name = f"{arm}: time to the same validation error / offline"
-        targets.append({"name": name, "value": value, "spread": sorted(got), "target": GOAL, "holds": holds})
+    for layout in options.cores:
+        mine = [r for r in rows if r["cores"] == layout]
+        for arm in list(arms_of(epochs))[1:]:
+            got = ratios(mine, arm.replace(", ", "_"))
+            value = statistics.median(got) if len(got) == len(mine) else None
+            name = f"{layout}: {arm}: time to the same validation error / offline"
+            holds = value is not None and value <= GOAL
+            targets.append({"name": name, "value": value, "spread": sorted(got), "target": GOAL, "holds": holds})
     machine = {"cpu": platform.processor() or platform.machine(), "cores": cores, "python": platform.python_version()}
     print(json.dumps({"bench": "online", "machine": machine, "rows": rows, "targets": targets}, indent=1))
 

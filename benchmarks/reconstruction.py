@@ -1,10 +1,11 @@
 """What makes a reconstruction better: more structures, the layout of the input, a known thickness.
 
-    python benchmarks/reconstruction.py [--data DATASET] [--seconds 60] [--structures 8 16 32 64] [--keep DIR]
+    python benchmarks/reconstruction.py [--data DATASET] [--steps 150] [--structures 8 16 32 64] [--keep DIR]
 
 Without --data a small campaign is simulated first: examples/reconstruct.yaml with every third crystal, one zone axis
-and one pass of each. Every network then trains for the same time on the same two cores and is scored on the same
-unseen compositions, beside the best classical method from the same noisy patterns:
+and one pass of each. Every network then takes the same number of steps (so that other work on the machine changes
+nothing but how long it takes) and is scored on the same unseen compositions, beside the best classical method from the
+same noisy patterns. With --keep, what is done is not done again:
 
 - structures: nested subsets of the training structures, the curve of error against their number
 - layout: detector pixels as channels over the scan, against probe positions as channels over the detector
@@ -70,15 +71,16 @@ def subset(data: Path, out: Path, count: int) -> Path:
     train = open_dataset(data).split("train").params
     structures = sorted({int(s) for s in train["structure"]})
     random.Random(0).shuffle(structures)
-    if count >= len(structures):
-        return data
+    if count >= len(structures) or out.exists():
+        return data if count >= len(structures) else out
     chosen = ", ".join(map(str, structures[:count]))
     exitwave("subset", data, "--where", f"split!='train' or structure in ({chosen})", "--out", out)
     return out
 
 
-def trained(data: Path, run: Path, seconds: float, split: str, **changes: str) -> dict[str, Any]:
-    settings = {"max_seconds": f"{seconds:g}", "eval_every_steps": "null", "optimizer.warmup_steps": "20"} | changes
+def trained(data: Path, run: Path, steps: int, split: str, **changes: str) -> dict[str, Any]:
+    settings = {"max_seconds": "null", "steps": str(steps), "eval_every_steps": "null"}
+    settings |= {"checkpoint.every_steps": "50", "optimizer.warmup_steps": "20"} | changes
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     exitwave("train", EXAMPLE, "--data", data, "--out", run, "--ranks", 2, *words)
     result = exitwave("evaluate", run, "--data", data, "--split", split)
@@ -99,35 +101,37 @@ def trained(data: Path, run: Path, seconds: float, split: str, **changes: str) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="a data set with splits train, val and new_composition (or test)")
-    parser.add_argument("--seconds", type=float, default=60, help="of each training")
+    parser.add_argument("--steps", type=int, default=150, help="of each training")
     parser.add_argument("--structures", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--keep", type=Path, help="work here and keep what is made")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+
+    def tell(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         data = args.data or small_campaign(folder)
         splits = open_dataset(data).splits
         split = "new_composition" if "new_composition" in splits else "test"
+        plain: dict[str, Any] = {}
         for count in args.structures:
             part = subset(data, folder / f"subset-{count}", count)
-            rows.append(
-                {"what": "structures", "structures": count}
-                | trained(part, folder / f"structures-{count}", args.seconds, split)
-            )
-        for layout in ("detector-as-channels", "probes-as-channels"):
-            # over the detector's 16 x 16 pixels the patterns of all positions are the channels
-            stem = {"model.layout": layout}
-            rows.append(
-                {"what": "layout", "layout": layout} | trained(data, folder / layout, args.seconds, split, **stem)
-            )
-        for name, told in (("not told", "[energy_keV, semiangle_mrad, R_sampling_A]"), ("told", KNOWN)):
-            run = folder / f"thickness-{name.replace(' ', '-')}"
-            rows.append(
-                {"what": "thickness and defocus", "known": name}
-                | trained(data, run, args.seconds, split, **{"data.conditions": told})
-            )
+            plain = trained(part, folder / f"structures-{count}", args.steps, split)
+            tell({"what": "structures", "structures": count} | plain)
+        if part != data:
+            plain = trained(data, folder / "structures-all", args.steps, split)
+        # over the detector's 16 x 16 pixels the patterns of all positions are the channels
+        turned = {"model.layout": "probes-as-channels"}
+        tell({"what": "layout", "layout": "detector-as-channels"} | plain)
+        probes = trained(data, folder / "probes-as-channels", args.steps, split, **turned)
+        tell({"what": "layout", "layout": "probes-as-channels"} | probes)
+        tell({"what": "thickness and defocus", "known": "not told"} | plain)
+        known = trained(data, folder / "thickness-told", args.steps, split, **{"data.conditions": KNOWN})
+        tell({"what": "thickness and defocus", "known": "told"} | known)
     curve = [row["rmse_V"] for row in rows if row["what"] == "structures"]
     target = {
         "name": "error with the most structures over that with the fewest",

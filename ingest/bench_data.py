@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from exitwave.ingest.dataset import Dataset
-from exitwave.ingest.manifest import ManifestWriter, create_dataset
+from exitwave.ingest.manifest import MANIFEST_NAME, ManifestWriter, create_dataset, encode_line, load_manifest
 from exitwave.ingest.records import Header, StructureInfo
 from exitwave.ingest.schema import PARAMS_DTYPE, FieldSpec
 from exitwave.ingest.shard import ShardWriter
@@ -24,6 +25,7 @@ __all__ = [
     "SAMPLE_SHAPE",
     "make_dataset",
     "manifest_sums",
+    "repeat_shard",
     "samples",
     "write_plain",
     "write_webdataset",
@@ -73,6 +75,23 @@ def make_dataset(
                     params["sample_index"], params["structure"] = first + row, row % structures
                     shard.write(row, uid=uid, params=params[0], arrays={"cbed": values})
                 manifest.commit(shard.publish(), split="train", producer={})
+    return root
+
+
+def repeat_shard(root: Path, like: Path, times: int) -> Path:
+    """A data set whose manifest names the one shard of `like` `times` over, each under an id of its own.
+
+    To a loader it is as large as it says: it opens, checks and keeps each of them.
+    """
+    found = load_manifest(like)
+    (shard,) = found.shards
+    (root / shard.path).parent.mkdir(parents=True)
+    (root / shard.path).hardlink_to(like / shard.path)
+    with (root / MANIFEST_NAME).open("wb") as file:
+        file.write(encode_line(found.header.to_json()))
+        for k in range(times):
+            line = replace(shard, seq=k, task=k, shard_id=f"{k % 256:02x}{k:014x}", xxh3_128=f"{k:032x}")
+            file.write(encode_line(line.to_json()))
     return root
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,14 @@ _KEPT = 9  # blocks: of some fields, for the batch in use, the one that is ready
 Array = np.ndarray[Any, Any]
 
 
+class _Block(NamedTuple):
+    """`size` bytes from `start`, the first page in `memory`; `memory` is what every array in it refers to."""
+
+    memory: Array
+    start: int
+    size: int
+
+
 class BufferPool:
     """Arrays of any shape and dtype, uninitialised. Safe to use from several threads; empty again after a fork."""
 
@@ -35,7 +43,7 @@ class BufferPool:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._blocks: list[Array] = []
+        self._blocks: list[_Block] = []
 
     def __reduce__(self) -> tuple[type[BufferPool], tuple[()]]:
         return BufferPool, ()
@@ -49,18 +57,17 @@ class BufferPool:
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
-            block = self._take(nbytes)
-            start = -block.ctypes.data % _PAGE
-            return block[start : start + nbytes].view(kind).reshape(shape)
+            memory, start, _ = self._take(nbytes)
+            return memory[start : start + nbytes].view(kind).reshape(shape)
 
-    def _take(self, nbytes: int) -> Array:
+    def _take(self, nbytes: int) -> _Block:
         for i in reversed(range(len(self._blocks))):  # the one used last is the one most of the cache still holds
-            size = self._blocks[i].nbytes - _PAGE
-            # two references: the list's, and the one that the call itself holds
-            if nbytes <= size <= 2 * nbytes and sys.getrefcount(self._blocks[i]) == 2:
+            # two references: the block's, and the one that the call itself holds
+            if nbytes <= self._blocks[i].size <= 2 * nbytes and sys.getrefcount(self._blocks[i].memory) == 2:
                 self._blocks.append(self._blocks.pop(i))
                 return self._blocks[-1]
-        block = np.empty(nbytes + _PAGE, np.uint8)
+        memory = np.empty(nbytes + _PAGE, np.uint8)
+        block = _Block(memory, -memory.ctypes.data % _PAGE, nbytes)
         self._blocks.append(block)
         if len(self._blocks) > _KEPT:  # the one unused for longest; whoever holds a batch in it keeps it alive
             del self._blocks[0]

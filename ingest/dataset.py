@@ -85,6 +85,10 @@ class Dataset:
         self._starts = np.concatenate([[0], np.cumsum([shard.n for shard in self.shards], dtype=np.int64)])
         self._split_names = np.array([shard.split.encode() for shard in self.shards], dtype="S16")
         self._specs = {spec.name: spec for spec in self.fields}
+        # looked up for each batch: making them anew costs as much as reading a sample
+        self._stored_forms = {spec.name: (spec.shape, spec.stored_dtype) for spec in self.fields}
+        self._params_dtype = self.shards[0].extent("params").numpy_dtype if self.shards else np.dtype([])
+        self._says_split = "split" in (self._params_dtype.names or ())
         self._buffers = BufferPool()
 
     @property
@@ -159,32 +163,36 @@ class Dataset:
         The memory of large arrays is used again for a later batch, once nothing refers to them any more.
         UsageError for a field that is not there, DamagedDataError naming shard, uid and field; IndexError, TypeError.
         """
-        specs = self._specs
-        if missing := [name for name in fields if name not in specs]:
-            raise UsageError(f"{self.root}: no field {missing[0]!r}; there are {', '.join(specs)}")
+        if missing := [name for name in fields if name not in self._specs]:
+            raise UsageError(f"{self.root}: no field {missing[0]!r}; there are {', '.join(self._specs)}")
         index = _numbers(indices)
         n = len(index)
-        if n and not (-len(self) <= (low := index.min()) and index.max() < len(self)):
-            raise IndexError(f"samples {low}..{index.max()} of {len(self)}")
-        if n and low < 0:
+        by_place = index.argsort()
+        index = index[by_place]
+        if n and not (-len(self) <= index[0] and index[-1] < len(self)):
+            raise IndexError(f"samples {index[0]}..{index[-1]} of {len(self)}")
+        if n and index[0] < 0:
             index = np.where(index < 0, index + len(self), index)
-        at = np.searchsorted(self._starts, index, side="right") - 1
+        at = self._starts.searchsorted(index, "right") - 1
         rows = index - self._starts[at]
-        by_place = np.argsort(index)
-        shards = [self.shards[s] for s in at[by_place].tolist()]
-        items = list(zip(shards, rows[by_place].tolist(), by_place.tolist(), strict=True))
+        items = [
+            (self.shards[s], row, k) for s, row, k in zip(at.tolist(), rows.tolist(), by_place.tolist(), strict=True)
+        ]
         uids = np.empty(n, dtype="<u8")
-        params = np.empty(n, dtype=self._params_dtype())
+        params = np.empty(n, dtype=self._params_dtype)
         # last of all: a batch that is being let go meanwhile gives its memory to this one
-        stored = {name: self._buffers.empty((n, *specs[name].shape), specs[name].stored_dtype) for name in fields}
+        stored = {}
+        for name in fields:
+            shape, kind = self._stored_forms[name]
+            stored[name] = self._buffers.empty((n, *shape), kind)
         if n:
             # (n, …) -> (n, bytes of a sample): what is read goes straight to its place
             places = {name: array.reshape(n, -1).view(np.uint8) for name, array in stored.items()}
             places["params"] = params.view(np.uint8).reshape(n, -1)
             self._files.read_rows(items, places, uids)
-            if "split" in (params.dtype.names or ()):
-                params["split"] = self._split_names[at]  # the manifest's word on the split is the last
-        values = {name: self._decoded(specs[name], array) for name, array in stored.items()}
+            if self._says_split:
+                params["split"][by_place] = self._split_names[at]  # the manifest's word on the split is the last
+        values = {name: self._decoded(self._specs[name], array) for name, array in stored.items()}
         return {**values, "uid": uids, "params": params}
 
     def _decoded(self, spec: FieldSpec, stored: Array) -> Array:
@@ -209,9 +217,6 @@ class Dataset:
         self._files.read_part(record, row, field, tile.pieces, stored.reshape(-1).view(np.uint8))
         return decode(spec, stored)
 
-    def _params_dtype(self) -> np.dtype[Any]:
-        return self.shards[0].extent("params").numpy_dtype if self.shards else np.dtype([])
-
     @property
     def uids(self) -> Array:
         """All uids (len,), uint64."""
@@ -232,7 +237,7 @@ class Dataset:
         for shard, table in zip(self.shards, tables, strict=True):
             if "split" in (table.dtype.names or ()):
                 table["split"] = shard.split.encode()
-        return np.concatenate(tables) if tables else np.empty(0, dtype=self._params_dtype())
+        return np.concatenate(tables) if tables else np.empty(0, dtype=self._params_dtype)
 
     def structure(self, i: int) -> Structure:
         """The structure of sample `i`: its atoms as simulated, and what is known of it."""

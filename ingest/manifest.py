@@ -14,27 +14,36 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import crc32c
 import numpy as np
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
-from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, part_path
+from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, open_to_read, part_path, read_plain
 from exitwave.ingest.records import Header, Manifest, PublishedShard, ShardRecord, Tombstone
 from exitwave.ingest.schema import MANIFEST_FORMAT, MANIFEST_VERSION, TABLES
 
-__all__ = ["MANIFEST_NAME", "ManifestWriter", "create_dataset", "load_header", "load_manifest", "read_records_from"]
+__all__ = [
+    "MANIFEST_NAME",
+    "ManifestWriter",
+    "create_dataset",
+    "encode_line",
+    "load_header",
+    "load_manifest",
+    "read_records_from",
+]
 
 MANIFEST_NAME = "manifest.jsonl"
 _MANY_UIDS = 1 << 16
 _SUM = re.compile(rb',"line_crc32c":"([0-9a-f]{8})"\}$')
 
 
-def _encode(data: Mapping[str, Any]) -> bytes:
+def encode_line(data: Mapping[str, Any]) -> bytes:
+    """A line of the manifest, with its checksum and its newline."""
     body = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     return body[:-1] + b',"line_crc32c":"%08x"}\n' % crc32c.crc32c(body)
 
@@ -67,7 +76,7 @@ _WHAT_TO_DO = "The manifest is damaged: restore it from a copy, or build the dat
 def create_dataset(root: Path, header: Header) -> None:
     """Makes the folder and a manifest that holds only the header. UsageError when there is a manifest already."""
     path = root / MANIFEST_NAME
-    data = _encode(header.to_json())
+    data = encode_line(header.to_json())
     with disk_full_means_interrupted(root, len(data)):
         try:
             (root / "shards").mkdir(parents=True, exist_ok=True)
@@ -91,13 +100,31 @@ def load_header(root: Path) -> Header:
     """The manifest's first line alone, which costs the same however long it is. Raises as `load_manifest` does."""
     path = Path(root) / MANIFEST_NAME
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_to_read(path), "rb") as file:
             line = file.readline()
     except (FileNotFoundError, NotADirectoryError):
         return load_manifest(root).header  # says what is missing
     if not line.endswith(b"\n"):
         raise UsageError(f"{path}:1: the header is missing. {_WHAT_TO_DO}")
     return _header(_decode(line[:-1], f"{path}:1"), f"{path}:1")
+
+
+class _Lines(Iterator[bytes]):
+    """The whole lines of a file, one at a time, without their newlines; `torn` says that something follows the last.
+
+    One at a time: of a long manifest the text is several times what is kept of it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.torn = False
+
+    def __next__(self) -> bytes:
+        line = self._file.readline()
+        if line.endswith(b"\n"):
+            return line[:-1]
+        self.torn = bool(line)
+        raise StopIteration
 
 
 def load_manifest(root: Path) -> Manifest:
@@ -108,40 +135,41 @@ def load_manifest(root: Path) -> Manifest:
     """
     path = Path(root) / MANIFEST_NAME
     try:
-        data = path.read_bytes()
+        file = os.fdopen(open_to_read(path), "rb")
     except (FileNotFoundError, NotADirectoryError):
         if not Path(root).exists():
             raise UsageError(f"{root}: no such folder.") from None
         raise UsageError(
             f"{root}: is not an exitwave data set (or not yet): there is no {MANIFEST_NAME} in it."
         ) from None
-    *lines, tail = data.split(b"\n")
-    if not lines:
-        raise UsageError(f"{path}:1: the header is missing. {_WHAT_TO_DO}")
-    header = _header(_decode(lines[0], f"{path}:1"), f"{path}:1")
     live: dict[str, ShardRecord] = {}
     tombstones: list[Tombstone] = []
     next_seq = epoch = stale = 0
-    for where, record in _records(lines[1:], path):
-        if record.epoch < epoch:
-            stale += 1
-            continue
-        epoch = record.epoch
-        next_seq = max(next_seq, record.seq + 1)
-        if isinstance(record, Tombstone):
-            tombstones.append(record)
-            live.pop(record.shard_id, None)
-            continue
-        _parsed(lambda shard: _check_fields(shard, header), record, where)
-        if record.shard_id in live:
-            raise UsageError(f"{where}: shard {record.shard_id} is committed twice. {_WHAT_TO_DO}")
-        live[record.shard_id] = record
+    with file:
+        lines = _Lines(file)
+        if (first := next(lines, None)) is None:
+            raise UsageError(f"{path}:1: the header is missing. {_WHAT_TO_DO}")
+        header = _header(_decode(first, f"{path}:1"), f"{path}:1")
+        for where, record in _records(lines, path):
+            if record.epoch < epoch:
+                stale += 1
+                continue
+            epoch = record.epoch
+            next_seq = max(next_seq, record.seq + 1)
+            if isinstance(record, Tombstone):
+                tombstones.append(record)
+                live.pop(record.shard_id, None)
+                continue
+            _parsed(lambda shard: _check_fields(shard, header), record, where)
+            if record.shard_id in live:
+                raise UsageError(f"{where}: shard {record.shard_id} is committed twice. {_WHAT_TO_DO}")
+            live[record.shard_id] = record
     return Manifest(
         header=header,
         shards=tuple(sorted(live.values(), key=lambda s: (s.generation, s.task, s.shard_id))),
         tombstones=tuple(tombstones),
         next_seq=next_seq,
-        torn_tail=bool(tail),
+        torn_tail=lines.torn,
         stale=stale,
         epoch=epoch,
     )
@@ -152,7 +180,7 @@ def read_records_from(root: Path, offset: int) -> list[ShardRecord | Tombstone]:
     compared with those before. Raises UsageError for a damaged line.
     """
     path = Path(root) / MANIFEST_NAME
-    with path.open("rb") as file:
+    with os.fdopen(open_to_read(path), "rb") as file:
         file.seek(offset)
         *lines, _ = file.read().split(b"\n")
     return [record for _, record in _records(lines, path)]
@@ -168,7 +196,7 @@ def _header(data: dict[str, Any], where: str) -> Header:
     return _parsed(Header.from_json, data, where)
 
 
-def _records(lines: list[bytes], path: Path) -> Iterator[tuple[str, ShardRecord | Tombstone]]:
+def _records(lines: Iterable[bytes], path: Path) -> Iterator[tuple[str, ShardRecord | Tombstone]]:
     for number, line in enumerate(lines, start=2):
         where = f"{path}:{number}"
         data = _decode(line, where)
@@ -237,7 +265,7 @@ class ManifestWriter:
             pass  # a file system without locks: the lease alone guards it
 
     def _cut_torn_tail(self) -> int:
-        data = self.path.read_bytes()
+        data = read_plain(self.path)
         size = data.rfind(b"\n") + 1
         if size != len(data):
             os.ftruncate(self._fd, size)
@@ -257,7 +285,7 @@ class ManifestWriter:
     def _read_uids(self, shard: PublishedShard, *, strict: bool = True) -> np.ndarray[Any, Any]:
         extent, path = shard.extent("uid"), self.root / shard.path
         try:
-            with path.open("rb") as file:
+            with os.fdopen(open_to_read(path), "rb") as file:
                 data = os.pread(file.fileno(), extent.nbytes, extent.offset)
                 size = os.fstat(file.fileno()).st_size
         except OSError as error:
@@ -339,7 +367,7 @@ class ManifestWriter:
         return tombstone
 
     def _append(self, record: ShardRecord | Tombstone) -> None:
-        line = _encode(record.to_json())
+        line = encode_line(record.to_json())
         if os.fstat(self._fd).st_size != self._size:
             raise InterruptedRunError(
                 f"{self.path}: another controller has written to this data set; this one (epoch {self.epoch}) stops. "

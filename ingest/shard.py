@@ -23,8 +23,9 @@ import numpy as np
 
 from exitwave.ingest.codecs import check_codec
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.extents import Extent
 from exitwave.ingest.files import byte_view, crc32c, disk_full_means_interrupted, part_path, publish, shard_path
-from exitwave.ingest.records import Extent, PublishedShard, StructureInfo, check_name
+from exitwave.ingest.records import PublishedShard, StructureInfo, check_name
 from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSION, TABLES, FieldSpec
 from exitwave.ingest.shard_check import describe_shard
 from exitwave.ingest.shard_reader import ShardReader, Structure, read_extents

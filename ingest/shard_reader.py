@@ -14,8 +14,9 @@ import numpy as np
 
 from exitwave.ingest.codecs import decode
 from exitwave.ingest.errors import DamagedDataError, UsageError
+from exitwave.ingest.extents import Extent, dtype_to_json
 from exitwave.ingest.files import crc32c
-from exitwave.ingest.records import Extent, StructureInfo, dtype_to_json
+from exitwave.ingest.records import StructureInfo
 from exitwave.ingest.schema import SHARD_FORMAT, SHARD_VERSIONS_READ, TABLES, FieldSpec
 
 __all__ = ["ShardReader", "Structure", "read_extents"]

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from exitwave.ingest.extent_io import read_extent, read_sample
 from exitwave.ingest.files import byte_view, crc32c, hash_file, open_to_read
 from exitwave.ingest.manifest import load_manifest
-from exitwave.ingest.reading import read_extent, read_sample
 from exitwave.ingest.records import PublishedShard
 from exitwave.ingest.schema import TABLES
 

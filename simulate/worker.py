@@ -18,6 +18,7 @@ from typing import Any
 from exitwave.ingest.compress import shard_writer
 from exitwave.ingest.encoding import encode_sample
 from exitwave.ingest.files import sweep_parts
+from exitwave.ingest.processes import keep_freed_memory
 from exitwave.ingest.shard_check import find_published
 from exitwave.simulate.simulator import prepared_simulator, simulator_names
 from exitwave.simulate.threads import limit_threads
@@ -28,10 +29,11 @@ __all__ = ["prepare_worker", "run_guarded", "run_task", "start_guard"]
 
 
 def prepare_worker(simulator: str) -> None:
-    """Once per process, before its first task: one thread, and our own simulators imported and configured.
+    """Once per process, before its first task: one thread, memory kept, our own simulators imported and configured.
 
     A simulator of the user is imported by its first task, so that what goes wrong there is a failure with a reason.
     """
+    keep_freed_memory()
     if ":" in simulator and simulator not in simulator_names():
         limit_threads()
     else:

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -22,6 +23,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def main() -> None:
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     _die_with(parent)
+    _stand_back()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         simulator, path = pipe.recv()
@@ -40,6 +42,15 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
+
+
+def _stand_back() -> None:
+    """A niceness shall count among all processes. By autogroups (sched(7)) Linux shares cores evenly between sessions
+    and weighs nice values inside each alone; so this session of one process is made as nice as the process is."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness > 0:
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _prepare(simulator: str) -> None:

@@ -3,11 +3,9 @@
 - equality: random layers in float64, tiles of any sizes, against one process: outputs, and gradients of input, weight
   and bias.
 - steps: ten optimizer steps of three networks on every mesh of the ranks, against one process.
-- memory: the peak of what torch allocates in a training step beyond parameters.
+- memory: the peak of what torch allocates in a training step beyond parameters, overlap off and on.
 - overlap: steps with and without, in turns.
-- scale: steps whose computation is a calibrated sleep, rows of a tile long (there are fewer cores than ranks); halos,
-  gradients and engine are real. With one rank: what the model is told of computation; with two: of the link.
-- network: steps of a network that really computes.
+- scale, network: steps of a mesh, and beside them what the performance model is told (`bench_spatial_scaling`).
 """
 
 from __future__ import annotations
@@ -28,19 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from exitwave.train.allreduce.bench_rank import meet, time_allreduces
+from exitwave.train.allreduce.bench_rank import meet
 from exitwave.train.allreduce.engine import GroupedAllreduce
+from exitwave.train.bench_spatial_scaling import bench_unet, scale
 from exitwave.train.models.cosmoflow import CosmoFlow
 from exitwave.train.models.fc_densenet import DenseNetSize, FCDenseNet
 from exitwave.train.models.unet3d import UNet3D
 from exitwave.train.spatial import gather, parallelize, scatter
 
-__all__ = ["LAYERS", "SLEEPING_SHAPE", "bench_unet", "sleeping_network"]
-
-SLEEPING_SHAPE = (1, 2, 16, 16, 256)
-LAYERS = 8
-_FORWARD_S = 0.06  # of a layer over all rows
-_MESSAGES = (1 << 12, 1 << 14, 1 << 16, 1 << 18)
+__all__ = ["equality", "memory", "overlap", "steps"]
 
 
 # ----------------------------------------------------------------------------------------------------------- equality
@@ -197,12 +191,6 @@ def _train(
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def bench_unet(shape: tuple[int, int, int] = (16, 64, 64), width: int = 8) -> tuple[nn.Module, Tensor]:
-    """A U-Net and one sample for it."""
-    torch.manual_seed(0)
-    return UNet3D(width=width, levels=2), torch.randn(1, 1, *shape)
-
-
 def memory(world: int) -> dict[str, Any]:
     """The most that any rank allocates in a step of each network, beyond what it holds before.
 
@@ -210,15 +198,16 @@ def memory(world: int) -> dict[str, Any]:
     larger than the activations.
     """
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "spatial"))
-    network, x = bench_unet((16, 128, 64))
-    cosmo = CosmoFlow(in_shape=(32, 64, 64), widths=(16, 32, 64, 64), hidden=(64, 16), dropout=0.0)
     peaks = {}
-    for name, module, sample in (("unet3d", network, x), ("cosmoflow", cosmo, torch.randn(1, 4, 32, 64, 64))):
-        if world > 1:
-            parallelize(module, mesh, {"spatial": 3}, weight_gradients="partial")
-        both = torch.cat([sample, sample])
-        tile = scatter(both, mesh, {"spatial": 3}, multiple_of=4) if world > 1 else both
-        peaks[name] = _step_bytes(module, tile)
+    for overlap in (False, True) if world > 1 else (False,):
+        network, x = bench_unet((16, 128, 64))
+        cosmo = CosmoFlow(in_shape=(32, 64, 64), widths=(16, 32, 64, 64), hidden=(64, 16), dropout=0.0)
+        for name, module, sample in (("unet3d", network, x), ("cosmoflow", cosmo, torch.randn(1, 4, 32, 64, 64))):
+            if world > 1:
+                parallelize(module, mesh, {"spatial": 3}, weight_gradients="partial", overlap=overlap)
+            both = torch.cat([sample, sample])
+            tile = scatter(both, mesh, {"spatial": 3}, multiple_of=4) if world > 1 else both
+            peaks[f"{name}, overlap on" if overlap else name] = _step_bytes(module, tile)
     return peaks
 
 
@@ -278,88 +267,6 @@ def overlap(world: int, *, rounds: int) -> dict[str, Any]:
         "on_s": statistics.median(on_),
         "gain": statistics.median(a / b for a, b in zip(off, on_, strict=True)) - 1,
     }
-
-
-# ------------------------------------------------------------------------------------------------------------ scaling
-
-
-def sleeping_network() -> nn.Sequential:
-    """Convolutions whose computation is a sleep: what they really compute is little beside it."""
-    torch.manual_seed(0)
-    channels = SLEEPING_SHAPE[1]
-    return nn.Sequential(*[nn.Conv3d(channels, channels, 3, padding=1) for _ in range(LAYERS)])
-
-
-def _sleep_in(network: nn.Sequential) -> None:
-    rows = SLEEPING_SHAPE[3]
-    part = [1.0]
-
-    def before(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        x = inputs[0]
-        part[0] = getattr(x, "local", x).shape[3] / rows
-        time.sleep(_FORWARD_S * part[0])
-
-    def in_backward(gradient: Tensor) -> Tensor:
-        time.sleep(2 * _FORWARD_S * part[0])
-        return gradient
-
-    for layer in network:
-        layer.register_forward_pre_hook(before)
-        assert isinstance(layer, nn.Conv3d)
-        layer.weight.register_hook(in_backward)
-
-
-def scale(world: int, *, rounds: int, network: bool) -> dict[str, Any]:
-    """Seconds of steps on a 1 x world mesh; with one rank also of parts of the sample, with two of messages."""
-    if network:
-        module, x = bench_unet((16, 64, 64))
-    else:
-        module, x = sleeping_network(), torch.randn(SLEEPING_SHAPE)
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "spatial"))
-    record: dict[str, Any] = {}
-    if world > 1:
-        parallelize(module, mesh, {"spatial": 3}, weight_gradients="partial")
-    if not network:
-        _sleep_in(module)  # type: ignore[arg-type]
-    if world == 1:
-        rows = x.shape[3]
-        parts = [(part, x[:, :, :, : int(rows * part)].contiguous()) for part in (1.0, 0.5, 0.25)]
-        record["parts"] = [(part, statistics.median(_steps(module, some, rounds))) for part, some in parts]
-    elif world == 2:
-        record["messages"], record["collectives"] = _messages(), time_allreduces(_MESSAGES)
-    tile = scatter(x, mesh, {"spatial": 3}, multiple_of=4 if network or world < 5 else 1) if world > 1 else x
-    engine = GroupedAllreduce(module, average_over=1) if world > 1 else module
-    record["steps_s"] = _steps(engine, tile, rounds)
-    return record
-
-
-def _steps(module: nn.Module, x: Tensor, rounds: int) -> list[float]:
-    seconds = []
-    for _ in range(rounds + 2):
-        module.zero_grad(set_to_none=True)
-        dist.barrier()
-        begun = time.perf_counter()
-        module(x).square().mean().backward()
-        dist.barrier()
-        seconds.append(time.perf_counter() - begun)
-    return seconds[2:]
-
-
-def _messages() -> list[tuple[int, float]]:
-    """Bytes and seconds of an exchange of two ranks, both ways at once, as halos are."""
-    found, peer = [], 1 - dist.get_rank()
-    for nbytes in _MESSAGES:
-        out, into, seconds = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8), []
-        for _ in range(7):
-            dist.barrier()
-            begun = time.perf_counter()
-            works = [dist.irecv(into, src=peer), dist.isend(out, dst=peer)]
-            for work in works:
-                if work is not None:
-                    work.wait()
-            seconds.append(time.perf_counter() - begun)
-        found.append((nbytes, statistics.median(seconds[2:])))
-    return found
 
 
 def main() -> None:

@@ -131,6 +131,9 @@ class Classification:
     def per_sample_loss(self, output: Tensor, batch: Batch) -> Tensor:
         return nn.functional.cross_entropy(output, batch.target, reduction="none")
 
+    def squared_errors(self, output: Tensor, batch: Batch, measured: Classified) -> dict[str, Tensor]:
+        return {}
+
     def save(self, path: Path, module: nn.Module, measured: Classified, *, dataset_id: str, step: int) -> None:
         buffer = io.BytesIO()
         torch.save(

@@ -151,6 +151,9 @@ class Fields:
     def per_sample_loss(self, output: Tensor, batch: Batch) -> Tensor:
         return per_sample_loss(self._spec.loss, output, batch.target, batch.weight)
 
+    def squared_errors(self, output: Tensor, batch: Batch, measured: Any) -> dict[str, Tensor]:
+        return {}
+
     def save(self, path: Path, module: nn.Module, measured: FieldsMeasured, *, dataset_id: str, step: int) -> None:
         buffer = io.BytesIO()
         torch.save(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exitwave.train.spec import LossSpec
 
-__all__ = ["per_sample_loss"]
+__all__ = ["per_sample_loss", "structure_square"]
 
 
 def per_sample_loss(spec: LossSpec, prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
@@ -33,6 +33,13 @@ def per_sample_loss(spec: LossSpec, prediction: Tensor, target: Tensor, weight: 
         # the mean over all pairs of pixels of ((p_i - p_j) - (t_i - t_j))² is 2n/(n-1) times the error's variance
         structure = structure * (2.0 * total / (total - 1.0).clamp(min=1.0))
     return structure + spec.offset_weight * _penalty(spec, offset)
+
+
+def structure_square(error: Tensor, weight: Tensor) -> Tensor:
+    """(B,): mean square of an error (B, H, W) over the known pixels, each sample's mean error taken off first."""
+    total = weight.sum(dim=(1, 2)).clamp(min=1.0)
+    offset = (error * weight).sum(dim=(1, 2)) / total
+    return ((error - offset[:, None, None]).square() * weight).sum(dim=(1, 2)) / total
 
 
 def _penalty(spec: LossSpec, error: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from exitwave.ingest import ShardDataset
 from exitwave.train.loader import Batch, Measured, Prepare, measure
-from exitwave.train.loss import per_sample_loss
+from exitwave.train.loss import per_sample_loss, structure_square
 from exitwave.train.run import make_model, save_model
 from exitwave.train.spec import TrainSpec
 
@@ -43,6 +43,10 @@ class Reconstruction:
         if batch.scale is not None:
             output, target = output * batch.scale[:, None, None], target * batch.scale[:, None, None]
         return per_sample_loss(self._spec.loss, output, target, batch.weight)
+
+    def squared_errors(self, output: Tensor, batch: Batch, measured: Measured) -> dict[str, Tensor]:
+        error = structure_square(output - batch.target, batch.weight)
+        return {"rmse_VA": error * measured.preprocessing.target_std_VA**2}
 
     def save(self, path: Path, module: nn.Module, measured: Measured, *, dataset_id: str, step: int) -> None:
         save_model(path, module, self._spec, measured, dataset_id=dataset_id, step=step)

@@ -71,5 +71,9 @@ class Regression:
         """(B,): the same on all ranks that share a sample, since its numbers are."""
         return (output - batch.target).square().mean(dim=1)
 
+    def squared_errors(self, output: Tensor, batch: Batch, measured: SeriesMeasured) -> dict[str, Tensor]:
+        error = (output - batch.target).square() * output.new_tensor(measured.targets_std).square()
+        return {f"rmse_{name}": error[:, k] for k, name in enumerate(self._spec.series.targets)}
+
     def save(self, path: Path, module: nn.Module, measured: SeriesMeasured, *, dataset_id: str, step: int) -> None:
         save_series(path, module, self._spec, measured, dataset_id=dataset_id, step=step)

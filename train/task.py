@@ -40,6 +40,10 @@ class Task(Protocol):
     def per_sample_loss(self, output: Tensor, batch: Batch) -> Tensor:
         """(B,), so that ranks can weigh it and a bad sample can be named."""
 
+    def squared_errors(self, output: Tensor, batch: Batch, measured: Any) -> dict[str, Tensor]:
+        """(B,) of each figure that validation tells beside its loss, as root mean square over samples, in the unit of
+        its name; none for a task whose errors have no unit."""
+
     def save(self, path: Path, module: nn.Module, measured: Any, *, dataset_id: str, step: int) -> None:
         """Writes the trained model, whole or not at all. Called by one rank."""
 

@@ -13,9 +13,10 @@ __all__ = ["validate"]
 
 
 def validate(training: Training) -> None:
-    """Its samples dealt out to the ranks; evaluation noise, no augmentation."""
+    """Its samples dealt out to the ranks; evaluation noise, no augmentation. Errors are told in physical units too."""
     spec, ranks, plan = training.spec, training.ranks, training.plan
     loss = count = 0.0
+    squares: dict[str, float] = {}
     error: Exception | None = None
     try:
         dataset = open_split(training.data, spec.val_split, cache=training.cache, fields=training.task.fields)
@@ -26,12 +27,19 @@ def validate(training: Training) -> None:
         with torch.no_grad(), training.engine.full_parameters(), means:
             for index in range(plan.rank, len(dataset), plan.size):
                 batch = prepare([source[index]]).to(DTYPE[spec.precision], training.device)
-                loss += float(training.task.per_sample_loss(training.module(batch.inputs), batch))
+                output = training.module(batch.inputs)
+                loss += float(training.task.per_sample_loss(output, batch))
+                for name, square in training.task.squared_errors(output, batch, training.measured).items():
+                    squares[name] = squares.get(name, 0.0) + float(square)
                 count += 1
     except Exception as caught:
         error = caught
     ranks.agree(error=error)
-    loss, count = ranks.sum(loss, count)
     n = len(dataset)
+    names = sorted(set().union(*ranks.gather(sorted(squares))))  # a rank without a sample knows none
+    loss, count, *sums = ranks.sum(loss, count, *(squares.get(name, 0.0) for name in names))
+    figures = {name: (total / count) ** 0.5 for name, total in zip(names, sums, strict=True)}
     clock_s = round(training.clock_s(), 3)
-    training.emit("train_eval", step=training.step, split=spec.val_split, loss=loss / count, n=n, clock_s=clock_s)
+    training.emit(
+        "train_eval", step=training.step, split=spec.val_split, loss=loss / count, n=n, clock_s=clock_s, **figures
+    )

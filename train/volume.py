@@ -76,5 +76,8 @@ class Volume:
         part = (output - batch.target).square().sum(dim=(1, 2, 3, 4)) / batch.whole
         return part + (batch.copies - 1) * part.detach()
 
+    def squared_errors(self, output: Tensor, batch: Batch, measured: SeriesMeasured) -> dict[str, Tensor]:
+        return {"rmse_VA": self.per_sample_loss(output, batch) * measured.volume_std_VA**2}
+
     def save(self, path: Path, module: nn.Module, measured: SeriesMeasured, *, dataset_id: str, step: int) -> None:
         save_series(path, module, self._spec, measured, dataset_id=dataset_id, step=step)

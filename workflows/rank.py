@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
-from exitwave.ingest.files import write_atomic
-from exitwave.ingest.processes import die_with_parent
+from exitwave.ingest.files import read_plain_text, write_atomic
+from exitwave.ingest.processes import die_with_parent, keep_freed_memory
 from exitwave.workflows.config import RankEnvironment, prefer_own_interface
 from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.session import Session
@@ -85,6 +85,7 @@ def _train(
     from exitwave.train.spatial_mesh import mesh_of
     from exitwave.train.trainer import train
 
+    keep_freed_memory()
     arriving = read_online(online, replay)
     info = RankInfo(
         rank=place.rank,
@@ -139,7 +140,7 @@ def read_rank_errors(out: Path) -> list[dict[str, Any]]:
     errors = []
     for path in sorted((out / RANK_ERRORS).glob("rank-*.json")):
         with suppress(OSError, ValueError):
-            errors.append(json.loads(path.read_text()))
+            errors.append(json.loads(read_plain_text(path)))
     return sorted(errors, key=_blame)
 
 

@@ -60,7 +60,8 @@ def plan_table(document: Row) -> Group:
         rows.append(("work", f"{document['core_hours']:.3g}{error} core-hours"))
     if document.get("eta_s") is not None:
         workers = f" on {document['workers']} workers" if document.get("workers") else ""
-        rows.append(("duration", f"about {human_seconds(document['eta_s'])}{workers}"))
+        start = f", {human_seconds(document['start_s'])} of it to start them" if document.get("start_s") else ""
+        rows.append(("duration", f"about {human_seconds(document['eta_s'])}{workers}{start}"))
     if document.get("memory_per_worker_bytes"):
         rows.append(("memory", f"{human_bytes(document['memory_per_worker_bytes'])} a worker"))
     for row in document.get("staging") or ():

@@ -27,10 +27,12 @@ from typing import Any
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import read_events
 from exitwave.ingest.files import FileLock, write_atomic
-from exitwave.workflows.config import dump_yaml, resolved_comment
+from exitwave.ingest.processes import keep_freed_memory
+from exitwave.train.checkpoints import last_step
 from exitwave.workflows.provenance import versions
+from exitwave.workflows.resolved import dump_yaml, resolved_comment
 
-__all__ = ["SIMULATOR", "STOP_NAME", "TrialTask", "failure_state", "last_step", "run_trial"]
+__all__ = ["SIMULATOR", "STOP_NAME", "TrialTask", "failure_state", "run_trial"]
 
 STOP_NAME = "stop"
 SIMULATOR = "exitwave.workflows.tune_trial:run_trial"  # prepares a worker for one thread, and imports no simulator
@@ -114,6 +116,7 @@ def _train_and_judge(task: TrialTask, dataset: Path, out: Path) -> float:
     if task.ranks == 1:
         from exitwave.train.trainer import train
 
+        keep_freed_memory()
         train(spec, data=dataset, out=out, stop=_stop(out), threads=1)
     else:
         _train_with_ranks(spec, dataset, out, task.ranks)
@@ -173,9 +176,3 @@ def _judge(spec: Any, dataset: Path, out: Path, metric: str) -> float:
 
         document = evaluate(out, dataset, split=spec.val_split, threads=1)
     return float(document["metrics"]["model"][metric])
-
-
-def last_step(out: Path) -> int:
-    """Of the last whole checkpoint; 0 where there is none."""
-    steps = [path.name[5:] for path in (out / "checkpoints").glob("step-*") if path.is_dir()]
-    return max((int(step) for step in steps if step.isdigit()), default=0)

@@ -43,7 +43,11 @@ Data = Annotated[Path, typer.Option("--data", metavar="DATASET", help="The data 
 )
 def train(
     config: Annotated[
-        Path, typer.Argument(metavar="TRAIN.yaml", help="A training, or a pipeline whose `train:` section is used.")
+        Path,
+        typer.Argument(
+            metavar="TRAIN.yaml",
+            help="A training, or a pipeline whose `train:` section is used; `exitwave init` writes one.",
+        ),
     ],
     data: Data,
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="The run's folder, made if needed.")],

@@ -21,7 +21,7 @@ import pytest
 from ingest_samples import flip_bit, make_dataset, sample
 from torch.utils.data import DataLoader
 
-from exitwave.ingest import GlobalSampler, ShardDataset, collate, load_manifest, reading
+from exitwave.ingest import GlobalSampler, ShardDataset, collate, load_manifest, open_shards
 from exitwave.ingest.errors import DamagedDataError
 from exitwave.ingest.manifest import ManifestWriter
 from exitwave.ingest.schema import FieldSpec
@@ -52,9 +52,9 @@ def epoch(data: Any, sampler: GlobalSampler, options: dict[str, Any] = HERE, *, 
 
 
 def test_streaming_652_memory_does_not_grow_with_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MAX_OPEN", 8)
+    monkeypatch.setattr(open_shards, "MAX_OPEN", 8)
     data = ShardDataset(make_dataset(tmp_path / "d", "t" * 72, n=2))
-    ours = [tracemalloc.Filter(True, f"{Path(reading.__file__).parent}/*")]  # not what threads of other tests take
+    ours = [tracemalloc.Filter(True, f"{Path(open_shards.__file__).parent}/*")]  # not what threads of other tests take
     tracemalloc.start()
     held = []
     for first in range(0, 144, 24):  # twelve shards at a time

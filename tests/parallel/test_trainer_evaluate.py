@@ -11,6 +11,7 @@ import train_data
 from exitwave.ingest.errors import UsageError
 from exitwave.train.classical import reconstruct
 from exitwave.train.evaluate import METHODS, evaluate
+from exitwave.train.judge import judge
 from exitwave.train.loader import EVALUATION_EPOCH, open_split
 from exitwave.train.preprocess import noisy_counts
 from exitwave.train.run import read_curve
@@ -94,9 +95,13 @@ def test_evaluating_again_gives_the_same_scores(outcome, run, data):
     assert again["metrics"] == outcome["metrics"]
 
 
-def test_validation_was_recorded(run):
+def test_validation_was_recorded(run, data):
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert [(event["step"], event["n"]) for event in events if event["kind"] == "train_eval"] == [(30, 12), (60, 12)]
+    evals = [event for event in events if event["kind"] == "train_eval"]
+    assert [(event["step"], event["n"]) for event in evals] == [(30, 12), (60, 12)]
+    # the last one is that of the finished model: its error in V·Å over the same samples
+    judged = [found.mse_VA2 for found in judge(run, data, "val")]
+    assert evals[-1]["rmse_VA"] == pytest.approx((sum(judged) / len(judged)) ** 0.5, rel=1e-4)
     assert len(read_curve(run)) == 60
 
 

@@ -12,8 +12,9 @@ from ingest_samples import GOLD, PARAMS_DTYPE, flip_bit, sample, shard_id
 from exitwave.ingest import codecs, open_dataset, verify_dataset
 from exitwave.ingest.codecs import decode
 from exitwave.ingest.errors import DamagedDataError, UsageError
+from exitwave.ingest.extents import Extent
 from exitwave.ingest.manifest import ManifestWriter, create_dataset, load_manifest
-from exitwave.ingest.records import Extent, Header
+from exitwave.ingest.records import Header
 from exitwave.ingest.schema import FieldSpec
 from exitwave.ingest.shard import ShardReader, ShardWriter
 
@@ -98,8 +99,8 @@ def test_a_compressed_extent_reads_through_the_table_of_decompressors(
     import zlib
     from dataclasses import replace
 
+    from exitwave.ingest.extent_io import read_sample
     from exitwave.ingest.files import open_to_read
-    from exitwave.ingest.reading import read_sample
 
     def inflate(data: np.ndarray[Any, Any], out: np.ndarray[Any, Any], itemsize: int) -> None:
         assert itemsize == 2

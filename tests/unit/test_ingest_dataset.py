@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ingest_samples import FIELDS, GOLD, flip_bit, make_dataset, sample
 
-from exitwave.ingest import open_dataset, reading
+from exitwave.ingest import open_dataset, open_shards
 from exitwave.ingest.dataset import Dataset
 from exitwave.ingest.errors import DamagedDataError, UsageError
 
@@ -111,7 +111,7 @@ def test_pickled_and_forked_data_sets_open_their_own_files(root: Path) -> None:
 
 
 def test_open_files_are_bounded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MAX_OPEN", 2)
+    monkeypatch.setattr(open_shards, "MAX_OPEN", 2)
     data = open_dataset(root)
     before = len(list(Path("/proc/self/fd").iterdir()))
     for i in np.random.default_rng(0).permutation(20).tolist() * 3:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import crc32c
 import google_crc32c
 import numpy as np
 import pytest
@@ -26,6 +27,18 @@ def test_hashes_are_those_of_the_libraries(tmp_path: Path) -> None:
     assert files.crc32c(data) == google_crc32c.value(data.tobytes())
     assert files.crc32c(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283  # RFC 3720, B.4's check value
     assert data.flags.writeable
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 255, 256, 4095, 5121, (1 << 20) + 7])
+def test_checksums_are_the_same_by_either_library(n: int) -> None:
+    """From every start within a cache line, and in pieces."""
+    data = np.random.default_rng(n).integers(0, 256, n + 64, dtype=np.uint8)
+    for start in (0, 1, 7, 63):
+        part = data[start : start + n]
+        expected = crc32c.crc32c(part.tobytes())
+        assert files.crc32c(part) == files.crc32c_more(part.data, 0) == expected
+        head = files.crc32c_more(part[: n // 3].data, 0)
+        assert files.crc32c_more(part[n // 3 :].data, head) == expected
 
 
 def test_write_atomic_replaces_and_leaves_nothing(tmp_path: Path) -> None:

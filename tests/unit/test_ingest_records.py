@@ -11,16 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.records import (
-    Extent,
-    Header,
-    PublishedShard,
-    ShardRecord,
-    StructureInfo,
-    Tombstone,
-    dtype_from_json,
-    dtype_to_json,
-)
+from exitwave.ingest.extents import Extent, dtype_from_json, dtype_to_json
+from exitwave.ingest.records import Header, PublishedShard, ShardRecord, StructureInfo, Tombstone
 from exitwave.ingest.schema import PARAMS_DTYPE, FieldSpec
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,20}", fullmatch=True)

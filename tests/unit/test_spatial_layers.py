@@ -6,13 +6,17 @@ kernels 1 to 5, strides beyond the kernel, dilation 3, paddings that are not "sa
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
-from spatial_threads import worst
+from spatial_threads import grids, on_ranks, worst
 from torch import nn
 from torch.nn import functional as F
+
+from exitwave.train.spatial import convolution, parallelize, scatter
+from exitwave.train.spatial.convolution_plan import returned_strips
 
 LIMIT = 1e-12
 LINE = [({"s": 3}, {"s": 2}, None), ({"s": 5}, {"s": 3}, None), ({"s": 4}, {"s": 2}, {"s": (0, 1, 1, 8, 11)})]
@@ -176,3 +180,30 @@ def test_random_windows_on_random_tiles():
 @pytest.mark.long
 def test_many_random_windows_on_random_tiles():
     grid_of_windows(3000, seed=2)
+
+
+STRIPS_FIRST = {
+    "3": nn.Conv2d(2, 3, 3, padding=1),
+    "5 stride 2": nn.Conv2d(2, 3, 5, stride=2, padding=3),
+    "3 dilation 3": nn.Conv2d(2, 3, 3, dilation=3, padding=2),
+}
+
+
+@pytest.mark.parametrize("name", STRIPS_FIRST)
+def test_strips_that_travel_before_the_rest_give_the_same_bits(name: str, monkeypatch):
+    """Tiles long enough that the strips of the gradient are computed on their own, with and without overlap."""
+    found, alone = [], []
+    monkeypatch.setattr(convolution, "returned_strips", lambda *a: alone.append(returned_strips(*a)) or alone[-1])
+    layer = copy.deepcopy(STRIPS_FIRST[name])
+    for overlap in (False, True):
+        assert worst(layer, (2, 2, 203, 6), {"s": 2}, {"s": 2}, bounds={"s": (0, 101, 203)}, overlap=overlap) <= 1e-12
+
+        def work(grid, rank, overlap=overlap):
+            ours = parallelize(copy.deepcopy(layer), grid, {"s": 2}, overlap=overlap)
+            x = torch.linspace(-1, 1, 2 * 2 * 203 * 6, dtype=torch.float64).view(2, 2, 203, 6).sin().requires_grad_()
+            ours(scatter(x, grid, {"s": 2})).square().sum().backward()
+            return [x.grad, *(p.grad for p in ours.parameters())]
+
+        found.append(on_ranks(grids(s=2), work)[0])
+    assert all(strips is not None for strips in alone) and any(alone)
+    assert all(torch.equal(off, on) for off, on in zip(*found, strict=True))

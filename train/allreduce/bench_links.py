@@ -36,6 +36,7 @@ LINKS: dict[str, str | None] = {
     "250mbit": "250mbit",
     "100mbit": "100mbit",
 }
+_BURST = "256kb"  # a few segments as the kernel hands them over (64 KiB)
 _PREFIX = "exitwave-bench"
 _DEVICE = "exw0"  # in either namespace
 
@@ -97,8 +98,11 @@ class Link:
 
 
 @contextlib.contextmanager
-def open_link(name: str, ranks: int = 2) -> Iterator[Link]:
-    """`ranks` ranks with the link `name` of `LINKS`. Raises `UsageError`, with what is missing, where there is none."""
+def open_link(name: str, ranks: int = 2, *, burst: str = _BURST) -> Iterator[Link]:
+    """`ranks` ranks with the link `name` of `LINKS`. Raises `UsageError`, with what is missing, where there is none.
+
+    burst: bytes (as tc writes them) that an idle link lets through at once, however slow it is.
+    """
     rate = LINKS[name]
     if rate is None:
         yield Link(prefixes=((),) * ranks, address="127.0.0.1", device="lo")
@@ -112,7 +116,7 @@ def open_link(name: str, ranks: int = 2) -> Iterator[Link]:
     ends = [f"{_PREFIX}-{os.getpid()}-{side}" for side in "abcdefghijklmnopqrstuvwxy"[:ranks]]
     switch = f"{_PREFIX}-{os.getpid()}-z"
     try:
-        _make(ends, switch, rate)
+        _make(ends, switch, rate, burst)
         yield Link(
             prefixes=tuple(("ip", "netns", "exec", end) for end in ends),
             address="10.213.7.1",
@@ -123,7 +127,7 @@ def open_link(name: str, ranks: int = 2) -> Iterator[Link]:
             subprocess.run(["ip", "netns", "del", end], capture_output=True)
 
 
-def _make(ends: Sequence[str], switch: str, rate: str) -> None:
+def _make(ends: Sequence[str], switch: str, rate: str, burst: str) -> None:
     """Namespaces, joined; the veth pairs go with them. More than two hang on a switch."""
     for end in ends:
         _ip("netns", "add", end)
@@ -138,18 +142,18 @@ def _make(ends: Sequence[str], switch: str, rate: str) -> None:
             _ip("-n", end, "link", "add", _DEVICE, "type", "veth", "peer", "name", port, "netns", switch)
             _ip("-n", switch, "link", "set", port, "master", "bridge")
             _ip("-n", switch, "link", "set", port, "up")
-            _slow(switch, port, rate)
+            _slow(switch, port, rate, burst)
     for host, end in enumerate(ends, start=1):
         _ip("-n", end, "addr", "add", f"10.213.7.{host}/24", "dev", _DEVICE)
         _ip("-n", end, "link", "set", "lo", "up")
         _ip("-n", end, "link", "set", _DEVICE, "up")
-        _slow(end, _DEVICE, rate)
+        _slow(end, _DEVICE, rate, burst)
 
 
-def _slow(namespace: str, device: str, rate: str) -> None:
+def _slow(namespace: str, device: str, rate: str, burst: str) -> None:
     """What leaves by `device` leaves at `rate`."""
-    # The burst holds a few segments as the kernel hands them over (64 KiB); the queue, 50 ms.
-    shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+    # The queue holds 50 ms.
+    shape = ["root", "tbf", "rate", rate, "burst", burst, "latency", "50ms"]
     _call(["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, *shape])
 
 

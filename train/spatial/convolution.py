@@ -5,142 +5,46 @@ that corners arrive), and runs torch's own convolution on it without padding alo
 backward is the tile itself (which the layer before keeps as well) and the strips; the extended tensor is put together
 again when it is needed: activations then cost a rank its share and little more.
 
-Backward: the weight's gradient, then that of the extended tensor, whose strips go back to their owners and are added to
-the tile's. The weight's gradient is summed over the spatial ranks.
+Backward: the gradient's strips that belong to neighbours go back to their owners, who add them to the tile's; then the
+weight's gradient, summed over the spatial ranks, then that of the extended tensor.
 
 With `overlap` the forward pass computes the interior, the outputs that the tile alone suffices for, while the first
-dim's strips travel, then the rest; backward computes the weight's gradient while strips travel, which holds one more
-tensor of the input's size at a time when most is held.
+dim's strips travel, then the rest; backward computes both gradients while strips travel. Where strips are not small
+beside the tile they are cut from the extended tensor's gradient, and travel behind the weight's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exitwave.train.spatial.convolution_plan import Plan, Step, border, interior, returned_strips
 from exitwave.train.spatial.halo import assemble, begin_fetch, begin_return, finish_return
-from exitwave.train.spatial.tile import Op, Space, Split, Tile, handles
-from exitwave.train.spatial.tiles import Moves, Range, TransposedWindow, Window, moves
+from exitwave.train.spatial.tile import Op, Space, Tile, handles
+from exitwave.train.spatial.tiles import TransposedWindow, Window, moves
 
 __all__ = ["checked_input", "tuple_of"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """One split dim: the tile and the exchange that makes it what the outputs need."""
-
-    split: Split
-    move: Moves
-    outputs: Range  # of this rank
-    before: int = 0  # transposed: places to cut at the beginning
-    window: Window | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    space: Space
-    steps: tuple[_Step, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]  # 0 along split dims
-    dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
-    transposed: bool
-    groups: int
-    shape: tuple[int, ...]  # of this rank's output
-    weight_factor: float | None
-
-    @property
-    def empty(self) -> bool:
-        return 0 in self.shape
-
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, cut: bool = True) -> Tensor:
-        """The convolution of the extended tensor, cut to this rank's outputs (or of a part of it, uncut)."""
-        y = torch.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
-        )
-        for step in self.steps if cut else ():
-            if y.shape[step.split.dim] != self.shape[step.split.dim]:
-                y = y.narrow(step.split.dim, step.before, self.shape[step.split.dim])
-        return y
-
-    def of_input(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """The gradient of the extended input; `dy` has been uncut."""
-        found: Tensor = self._gradients(dy, x, weight, (True, False, False))[0]
-        return found
-
-    def of_weights(self, dy: Tensor, x: Tensor, weight: Tensor, need_w: bool, need_b: bool) -> tuple[Any, Any]:
-        """This rank's parts of the gradients of weight and bias, each None where it is not needed."""
-        if not (need_w or need_b):
-            return None, None
-        if self.empty:
-            dw = torch.zeros_like(weight) if need_w else None
-            return dw, weight.new_zeros(self._channels(weight)) if need_b else None
-        return self._gradients(dy, x, weight, (False, need_w, need_b))[1:]
-
-    def _channels(self, weight: Tensor) -> int:
-        return weight.shape[1] * self.groups if self.transposed else weight.shape[0]
-
-    def _gradients(self, dy: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]) -> tuple[Any, Any, Any]:
-        found = torch.ops.aten.convolution_backward(
-            dy,
-            x,
-            weight,
-            [self._channels(weight)] if mask[2] else None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.transposed,
-            self.output_padding,
-            self.groups,
-            mask,
-        )
-        return found[0], found[1], found[2]
-
-    def uncut(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of what `run` made before it cut."""
-        if not self.transposed:
-            return dy
-        shape = list(dy.shape)
-        for step in self.steps:
-            dim = step.split.dim
-            i = dim - 2
-            window = (x.shape[dim] - 1) * self.stride[i] - 2 * self.padding[i] + self.output_padding[i] + 1
-            shape[dim] = window + _reach(step)
-        if shape == list(dy.shape):
-            return dy
-        full = dy.new_zeros(shape)
-        part = full
-        for step in self.steps:
-            part = part.narrow(step.split.dim, step.before, dy.shape[step.split.dim])
-        part.copy_(dy)
-        return full
-
-
-def _reach(step: _Step) -> int:
-    assert step.window is not None
-    return step.window.extent - 1
 
 
 class _Convolve(torch.autograd.Function):
     """(tile, weight, bias, plan) -> the tile of the output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
         ctx.plan, ctx.has_bias = plan, bias is not None
         extended, strips, y = x, [], None
         for number, step in enumerate(plan.steps):
             flight = begin_fetch(extended, step.split.dim, step.move, step.split.axis)
             if number == 0 and plan.space.overlap and not plan.transposed:
-                y = _interior(x, weight, bias, plan)
+                y = interior(x, weight, bias, plan)
             strips.append(flight.land())
             extended = assemble(extended, step.split.dim, step.move, strips[-1])
         if plan.empty:
             y = x.new_empty(plan.shape)
         elif y is not None:
-            _border(y, extended, weight, bias, plan)
+            border(y, extended, weight, bias, plan)
         else:
             y = plan.run(extended, weight, bias)
         ctx.save_for_backward(x, weight, *(strip for some in strips for strip in some))
@@ -149,34 +53,53 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        plan: _Plan = ctx.plan
+        plan: Plan = ctx.plan
         x, weight, *received = ctx.saved_tensors
         extended, strips = x, iter(received)
         for step in plan.steps:
             some = [next(strips) for _ in step.move.receives]
             extended = assemble(extended, step.split.dim, step.move, some)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        dx = dw = db = flight = None
+        need_b = ctx.has_bias and need_b
         if not plan.empty:
             dy = plan.uncut(dy, extended)
-        if not plan.space.overlap:
-            dw, db = plan.of_weights(dy, extended, weight, need_w, ctx.has_bias and need_b)
-        if need_x:
-            dx = torch.zeros_like(extended) if plan.empty else plan.of_input(dy, extended, weight)
-        last = plan.steps[-1]
-        if dx is not None:
-            flight = begin_return(dx, last.split.dim, last.move, last.split.axis)
-        if plan.space.overlap:
-            dw, db = plan.of_weights(dy, extended, weight, need_w, ctx.has_bias and need_b)
+        if not need_x:
+            dx, (dw, db) = None, plan.of_weights(dy, extended, weight, need_w, need_b)
+        else:
+            dx, dw, db = _gradients(plan, dy, extended, weight, need_w, need_b)
         del extended
-        if flight is not None and dx is not None:
-            dx = finish_return(dx, last.split.dim, last.move, flight.land())
-            for step in reversed(plan.steps[:-1]):
-                strips_back = begin_return(dx, step.split.dim, step.move, step.split.axis).land()
-                dx = finish_return(dx, step.split.dim, step.move, strips_back)
         if plan.weight_factor is not None:
             dw, db = _summed(plan.space, plan.weight_factor, dw, db)
         return dx, dw, db, None
+
+
+def _gradients(
+    plan: Plan, dy: Tensor, extended: Tensor, weight: Tensor, need_w: bool, need_b: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the tile, weight and bias.
+
+    The same operations with and without overlap, which only says when this rank waits for the others' strips.
+    """
+    last, overlap = plan.steps[-1], plan.space.overlap
+    where = (last.split.dim, last.move, last.split.axis)
+
+    def of_input() -> Tensor:
+        return torch.zeros_like(extended) if plan.empty else plan.of_input(dy, extended, weight)
+
+    strips = returned_strips(dy, extended, weight, plan)
+    dx = of_input() if strips is None and overlap else None
+    flight = None if strips is None and dx is None else begin_return(extended if dx is None else dx, *where, strips)
+    landed = None if flight is None or overlap else flight.land()
+    dw, db = plan.of_weights(dy, extended, weight, need_w, need_b)
+    if dx is None:
+        dx = of_input()
+    if landed is None:
+        landed = (flight or begin_return(dx, *where)).land()
+    dx = finish_return(dx, *where[:2], landed)
+    for step in reversed(plan.steps[:-1]):
+        back = begin_return(dx, step.split.dim, step.move, step.split.axis).land()
+        dx = finish_return(dx, step.split.dim, step.move, back)
+    return dx, dw, db
 
 
 def _summed(space: Space, factor: float, *gradients: Tensor | None) -> list[Tensor | None]:
@@ -190,61 +113,6 @@ def _summed(space: Space, factor: float, *gradients: Tensor | None) -> list[Tens
         flat.mul_(factor)
     parts = iter(flat.split([g.numel() for g in given]))
     return [None if g is None else next(parts).view(g.shape) for g in gradients]
-
-
-def _inside(plan: _Plan) -> list[Range] | None:
-    """For each split dim the outputs that the tile alone suffices for; None where there are none, or only those."""
-    found = []
-    for step in plan.steps:
-        assert step.window is not None
-        low, high = step.window.inside(step.split.own)
-        low, high = max(low, step.outputs[0]), min(high, step.outputs[1])
-        if high <= low:
-            return None
-        found.append((low, high))
-    return None if all(step.outputs == inner for step, inner in zip(plan.steps, found, strict=True)) else found
-
-
-def _interior(x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor | None:
-    """The output with its interior computed, or None where there is no interior or nothing else."""
-    inner = None if plan.empty else _inside(plan)
-    if inner is None:
-        return None
-    y = x.new_empty(plan.shape)
-    _compute(y, x, weight, bias, plan, inner, [step.split.own[0] for step in plan.steps])
-    return y
-
-
-def _border(y: Tensor, extended: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> None:
-    """The outputs outside of the interior: along each split dim the slabs before and behind it."""
-    inner = _inside(plan)
-    assert inner is not None
-    starts = [step.move.need[0] for step in plan.steps]
-    box = [step.outputs for step in plan.steps]
-    for number, (low, high) in enumerate(inner):
-        for slab in ((box[number][0], low), (high, box[number][1])):
-            if slab[1] > slab[0]:
-                _compute(y, extended, weight, bias, plan, [*box[:number], slab, *box[number + 1 :]], starts)
-        box[number] = (low, high)
-
-
-def _compute(
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: _Plan,
-    outputs: list[Range],
-    starts: list[int],
-) -> None:
-    """Outputs of one box, from `x` whose first places are `starts`, written into `y`."""
-    target = y
-    for step, span, start in zip(plan.steps, outputs, starts, strict=True):
-        assert step.window is not None
-        low, high = step.window.need(span)
-        x = x.narrow(step.split.dim, low - start, high - low)
-        target = target.narrow(step.split.dim, span[0] - step.outputs[0], span[1] - span[0])
-    target.copy_(plan.run(x, weight, bias, cut=False))
 
 
 def tuple_of(value: int | tuple[int, ...], n: int) -> tuple[int, ...]:
@@ -294,7 +162,7 @@ def _conv(
             bounds = window.output_bounds(split.bounds)
             splits.append(split.by(bounds))
             move = moves(split.bounds, window.needs(bounds), split.axis.place)
-            steps.append(_Step(split=split, move=move, outputs=splits[-1].own, window=window))
+            steps.append(Step(split=split, move=move, outputs=splits[-1].own, window=window))
         elif window.before == window.after:
             pads[i] = window.before
         else:
@@ -304,7 +172,7 @@ def _conv(
     shape = [local.shape[0], weight.shape[0], *(w.outputs(n) for w, n in zip(windows, x.shape[2:], strict=True))]
     for split in splits:
         shape[split.dim] = split.size
-    plan = _Plan(
+    plan = Plan(
         space=x.space,
         steps=tuple(steps),
         stride=stride,
@@ -377,10 +245,10 @@ def _conv_transpose(
         before, extra[i] = window.crop(new.own, move.need) if new.size else (0, 0)
         pads[i] = 0
         span = Window(kernel=window.kernel, dilation=window.dilation)
-        steps.append(_Step(split=split, move=move, outputs=new.own, before=before, window=span))
+        steps.append(Step(split=split, move=move, outputs=new.own, before=before, window=span))
         splits.append(new)
         shape[i + 2] = new.size
-    plan = _Plan(
+    plan = Plan(
         space=x.space,
         steps=tuple(steps),
         stride=stride,
@@ -395,7 +263,7 @@ def _conv_transpose(
     return Tile(_applied(x.local, weight, bias, plan), splits, x.space)
 
 
-def _applied(x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+def _applied(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
     """Under autocast the operands are cast first, as torch casts them."""
     if not torch.is_autocast_enabled(x.device.type):
         y: Tensor = _Convolve.apply(x, weight, bias, plan)

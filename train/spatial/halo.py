@@ -64,10 +64,15 @@ def assemble(x: Tensor, dim: int, move: Moves, strips: list[Tensor], fill: float
     return out
 
 
-def begin_return(gradient: Tensor, dim: int, move: Moves, axis: Axis) -> Flight:
-    """Start sending the gradients of received strips to their owners, and receiving those of what was sent."""
+def begin_return(gradient: Tensor, dim: int, move: Moves, axis: Axis, computed: list[Tensor] | None = None) -> Flight:
+    """Start sending the gradients of received strips to their owners, and receiving those of what was sent.
+
+    They are cut from `gradient`, unless `computed` already; then `gradient` is any tensor of its shape.
+    """
     start = move.need[0]
-    sends = [(peer, gradient.narrow(dim, low - start, high - low).contiguous()) for peer, low, high in move.receives]
+    if computed is None:
+        computed = [gradient.narrow(dim, low - start, high - low).contiguous() for _, low, high in move.receives]
+    sends = [(peer, strip) for (peer, _, _), strip in zip(move.receives, computed, strict=True)]
     strips = [empty_like_strip(gradient, dim, high - low) for _, low, high in move.sends]
     peers = [peer for peer, _, _ in move.sends]
     return Flight(axis.exchange(sends, list(zip(peers, strips, strict=True))), strips)

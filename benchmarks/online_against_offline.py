@@ -44,7 +44,7 @@ SLACK = 1.05
 EAGER = 3
 LONGER = 1.25
 # samples a structure, epochs, validations
-SIZES = {"tiny": (4, 6, 6), "small": (12, 16, 16), "full": (48, 16, 32)}
+SIZES = {"tiny": (4, 6, 6), "small": (12, 16, 16), "full": (48, 10, 30)}
 
 PIPELINE = """\
 name: online-against-offline
@@ -61,7 +61,7 @@ campaign:
   split: {{by: composition, val: 2, test: 1}}
   samples_per_structure: {samples}
   samples_per_shard: {shard}
-  cell: {{min_extent_A: 26.7}}
+  cell: {{min_extent_A: 20.0}}
   sampling:
     energy_keV: {{choice: [100, 200]}}
     semiangle_mrad: 12
@@ -69,7 +69,7 @@ campaign:
     thickness_A: {{uniform: [20, 60]}}
     scan_origin: random
   scan: {{shape: [8, 8], step_A: 0.5}}
-  grid: {{sampling_A: 0.25, max_gpts: 128, slice_thickness_A: 2.0}}
+  grid: {{sampling_A: 0.19, max_gpts: 128, slice_thickness_A: 2.0}}
   detector: {{shape: [32, 32], max_q_per_A: 1.2}}
   label: {{shape: [32, 32], blur_A: 0.3}}
 train:

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.files import FileLock, disk_full_means_interrupted, fsync_dir, part_path, write_atomic
+from exitwave.ingest.files import (
+    FileLock,
+    disk_full_means_interrupted,
+    fsync_dir,
+    part_path,
+    read_plain_text,
+    write_atomic,
+)
 
 __all__ = ["build_beside", "build_file", "refuse_existing", "refuse_inside"]
 
@@ -81,7 +88,7 @@ def _take_up(part: Path, key: str) -> None:
     the next call, and never half of what its own command would take up again. So does all else beside `content`.
     """
     known = part / "key.json"
-    if not known.exists() or known.read_text(errors="replace") != key:
+    if not known.exists() or read_plain_text(known, errors="replace") != key:
         known.unlink(missing_ok=True)
         fsync_dir(part)
         for path in part.iterdir():

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from exitwave.ingest.files import disk_full_means_interrupted
+from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import disk_full_means_interrupted, open_to_read
 
 __all__ = ["EventLog", "EventTail", "read_events", "read_events_from", "read_new_events"]
 
@@ -36,6 +38,8 @@ class EventLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):  # it would be written to until somebody reads
+                raise UsageError(f"{path}: expected a log of events, found no plain file; remove it.")
             size = os.fstat(fd).st_size
             # A line torn by a crash must not swallow the next event: begin on a fresh line.
             self._torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
@@ -80,7 +84,7 @@ class EventLog:
                 follower(events, self._size)
 
     def _append(self, lines: bytes) -> None:
-        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
             data = b"\n" + lines if self._torn else lines
             self._torn = True
@@ -107,7 +111,7 @@ def read_new_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]
     """As `read_events_from`, and the byte at which the next event will begin: for one who comes again."""
     if not path.exists():
         return [], 0
-    with path.open("rb") as file:
+    with os.fdopen(open_to_read(path), "rb") as file:
         file.seek(offset)
         data = file.read()
     return _whole_events(data), offset + data.rfind(b"\n") + 1
@@ -126,7 +130,7 @@ class EventTail:
 
     def read(self) -> list[dict[str, Any]]:
         try:
-            with self.path.open("rb") as file:
+            with os.fdopen(open_to_read(self.path), "rb") as file:
                 info = os.fstat(file.fileno())
                 self.renewed = info.st_ino != self._inode or info.st_size < self._offset
                 if self.renewed:
@@ -150,6 +154,10 @@ def _whole_events(data: bytes) -> list[dict[str, Any]]:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and "kind" in event:
+        if (
+            isinstance(event, dict)
+            and isinstance(event.get("kind"), str)
+            and isinstance(event.get("t", 0), int | float)
+        ):
             events.append(event)
     return events

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from exitwave.ingest.errors import DamagedDataError, UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain_text, write_atomic
 
 if TYPE_CHECKING:
     from exitwave.ingest.exporting import Samples
@@ -30,7 +30,7 @@ def write_zarr(folder: Path, samples: Samples, told: Callable[[int], None]) -> N
         raise UsageError("--format zarr needs the zarr package: pip install 'exitwave[formats]'") from error
 
     progress = folder.parent / "done"
-    done = int(progress.read_text()) if progress.exists() and (folder / ".zgroup").exists() else 0
+    done = int(read_plain_text(progress)) if progress.exists() and (folder / ".zgroup").exists() else 0
     uids = samples.data.uids[samples.numbers]
     _, _, first = samples.read(0)
     counts = {name: array.dtype for name, array in first.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import socket
 import stat
@@ -31,6 +32,7 @@ except ImportError:
 __all__ = [
     "FileLock",
     "LockHeldError",
+    "NotAPlainFileError",
     "byte_view",
     "crc32c",
     "crc32c_more",
@@ -40,6 +42,9 @@ __all__ = [
     "open_to_read",
     "part_path",
     "publish",
+    "read_object",
+    "read_plain",
+    "read_plain_text",
     "shard_path",
     "sweep_parts",
     "write_atomic",
@@ -61,19 +66,57 @@ def hash_file(path: Path) -> str:
     digest = xxhash.xxh3_128()
     buffer = bytearray(_CHUNK)
     view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_to_read(path), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(view[:count])
     return digest.hexdigest()
 
 
+class NotAPlainFileError(OSError):
+    """A pipe, a socket or a device stands where a file is expected."""
+
+
 def open_to_read(path: Path) -> int:
-    """A descriptor of the plain file at `path`; OSError for anything else: a pipe would be waited for, without end."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    """A descriptor of the plain file at `path`. NotAPlainFileError for a pipe, which would be waited for without end,
+    a socket or a device; IsADirectoryError for a folder.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, a device without a driver
+            raise NotAPlainFileError(errno.EINVAL, _NOT_PLAIN, str(path)) from None
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise NotAPlainFileError(errno.EINVAL, _NOT_PLAIN, str(path))
     return fd
+
+
+_NOT_PLAIN = "a pipe, a socket or a device, not a plain file"
+
+
+def read_plain(path: Path) -> bytes:
+    """The bytes of the plain file at `path`. Raises as `open_to_read` does."""
+    with os.fdopen(open_to_read(path), "rb") as file:
+        return file.read()
+
+
+def read_plain_text(path: Path, *, errors: str = "strict") -> str:
+    """The text, in UTF-8, of the plain file at `path`. Raises as `open_to_read` does, and UnicodeDecodeError."""
+    with os.fdopen(open_to_read(path), encoding="utf-8", errors=errors) as file:
+        return file.read()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none that can be read: for what is only to be shown or asked."""
+    try:
+        found = json.loads(read_plain(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def byte_view(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -246,7 +289,7 @@ class FileLock:
     def is_held(self) -> bool:
         """Whether anybody holds it now. Takes a shared lock for a moment, which writes nothing."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
         try:
@@ -260,7 +303,7 @@ class FileLock:
     def holder(self) -> str:
         """Host and process of the last holder, as it wrote them; "unknown" when it did not."""
         with contextlib.suppress(OSError):
-            return self.path.read_text(errors="replace").strip() or "unknown"
+            return read_plain_text(self.path, errors="replace").strip() or "unknown"
         return "unknown"
 
     def __enter__(self) -> FileLock:

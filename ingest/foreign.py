@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import h5py
 import numpy as np
 
 from exitwave.ingest.errors import DamagedDataError, UsageError
+from exitwave.ingest.files import open_to_read
 
 __all__ = ["ForeignArray", "ForeignFile", "open_foreign", "plain_value"]
 
@@ -236,7 +238,7 @@ def open_foreign(path: Path) -> ForeignFile:
             raise UsageError(f"{path}: a folder, and no Zarr store: there is no zarr.json, .zgroup or .zarray in it.")
         return _open_zarr(path)
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_to_read(path), "rb") as file:
             first = file.read(8)
             magics = [first]
             for offset in (512, 1024, 2048):  # HDF5 may stand behind a user block

@@ -27,7 +27,7 @@ import xxhash
 
 from exitwave.ingest.dataset import Dataset
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 from exitwave.ingest.order import partition
 from exitwave.ingest.reading import ShardFiles
@@ -337,7 +337,7 @@ def held_back(root: Path, *, min_free_bytes: int = 0) -> str | None:
     if min_free_bytes and (free := shutil.disk_usage(root).free) < min_free_bytes:
         return f"{free} bytes free, expected {min_free_bytes}"
     try:
-        found = json.loads((Path(root) / BACKPRESSURE_NAME).read_bytes())
+        found = json.loads(read_plain(Path(root) / BACKPRESSURE_NAME))
         fresh = 0 <= time.time() - float(found["time"]) < _STALE_S
         return str(found["why"]) if found["hold"] and fresh else None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -23,7 +23,7 @@ import crc32c
 import numpy as np
 
 from exitwave.ingest.errors import DamagedDataError, InterruptedRunError, UsageError
-from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, part_path
+from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, open_to_read, part_path, read_plain
 from exitwave.ingest.records import Header, Manifest, PublishedShard, ShardRecord, Tombstone
 from exitwave.ingest.schema import MANIFEST_FORMAT, MANIFEST_VERSION, TABLES
 
@@ -100,7 +100,7 @@ def load_header(root: Path) -> Header:
     """The manifest's first line alone, which costs the same however long it is. Raises as `load_manifest` does."""
     path = Path(root) / MANIFEST_NAME
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_to_read(path), "rb") as file:
             line = file.readline()
     except (FileNotFoundError, NotADirectoryError):
         return load_manifest(root).header  # says what is missing
@@ -135,7 +135,7 @@ def load_manifest(root: Path) -> Manifest:
     """
     path = Path(root) / MANIFEST_NAME
     try:
-        file = path.open("rb")
+        file = os.fdopen(open_to_read(path), "rb")
     except (FileNotFoundError, NotADirectoryError):
         if not Path(root).exists():
             raise UsageError(f"{root}: no such folder.") from None
@@ -180,7 +180,7 @@ def read_records_from(root: Path, offset: int) -> list[ShardRecord | Tombstone]:
     compared with those before. Raises UsageError for a damaged line.
     """
     path = Path(root) / MANIFEST_NAME
-    with path.open("rb") as file:
+    with os.fdopen(open_to_read(path), "rb") as file:
         file.seek(offset)
         *lines, _ = file.read().split(b"\n")
     return [record for _, record in _records(lines, path)]
@@ -265,7 +265,7 @@ class ManifestWriter:
             pass  # a file system without locks: the lease alone guards it
 
     def _cut_torn_tail(self) -> int:
-        data = self.path.read_bytes()
+        data = read_plain(self.path)
         size = data.rfind(b"\n") + 1
         if size != len(data):
             os.ftruncate(self._fd, size)
@@ -285,7 +285,7 @@ class ManifestWriter:
     def _read_uids(self, shard: PublishedShard, *, strict: bool = True) -> np.ndarray[Any, Any]:
         extent, path = shard.extent("uid"), self.root / shard.path
         try:
-            with path.open("rb") as file:
+            with os.fdopen(open_to_read(path), "rb") as file:
                 data = os.pread(file.fileno(), extent.nbytes, extent.offset)
                 size = os.fstat(file.fileno()).st_size
         except OSError as error:

@@ -15,7 +15,7 @@ import numpy as np
 from exitwave.ingest.codecs import decode
 from exitwave.ingest.errors import DamagedDataError
 from exitwave.ingest.extent_io import read_sample
-from exitwave.ingest.files import byte_view, crc32c, hash_file, shard_path
+from exitwave.ingest.files import byte_view, crc32c, hash_file, open_to_read, shard_path
 from exitwave.ingest.records import PublishedShard
 from exitwave.ingest.schema import TABLES
 
@@ -36,7 +36,7 @@ def describe_shard(path: Path, relative: str) -> PublishedShard:
     stats: dict[str, Any] = {"fields": {}, "tables_crc32c": {}}
     for name, table in zip(TABLES, (uids, params, sums, params_sums), strict=True):
         stats["tables_crc32c"][name] = crc32c(byte_view(table, table.dtype))
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_to_read(path)
     try:
         for column, (field, extent) in enumerate(zip(fields, extents, strict=False)):
             low, high, total = np.inf, -np.inf, 0.0

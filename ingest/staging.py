@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from exitwave.ingest.errors import InterruptedRunError, UsageError
-from exitwave.ingest.files import FileLock, disk_full_means_interrupted, write_atomic
+from exitwave.ingest.files import FileLock, disk_full_means_interrupted, read_plain, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 from exitwave.ingest.peers import Status
 from exitwave.ingest.peers_staging import PeerOptions, PeerSources
@@ -237,7 +237,7 @@ class _Stager:
         copied = self._cache / ".sources" / xxhash.xxh3_64_hexdigest(str(self.dataset).encode())
         for name in _DESCRIBING if not isinstance(self.dataset, Path) else ():
             if (copied / name).exists():
-                write_atomic(self.home.path / name, (copied / name).read_bytes())
+                write_atomic(self.home.path / name, read_plain(copied / name))
 
     def _diagnose(self, shard: ShardRecord) -> list[Bad]:
         return check_shard(self.dataset, shard) if isinstance(self.dataset, Path) else []

@@ -29,7 +29,7 @@ from typing import Any
 import xxhash
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, write_atomic
+from exitwave.ingest.files import disk_full_means_interrupted, fsync_dir, read_plain, write_atomic
 from exitwave.ingest.records import Header
 
 __all__ = ["CacheHome", "make_folder", "on_cache_disk", "pin", "unpin"]
@@ -86,7 +86,7 @@ class CacheHome:
 
     def _known(self) -> dict[str, Any] | None:
         try:
-            data = json.loads((self.path / "source.json").read_bytes())
+            data = json.loads(read_plain(self.path / "source.json"))
         except (OSError, ValueError):
             return None
         return data if isinstance(data, dict) else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.files import open_to_read
+from exitwave.ingest.files import open_to_read, read_plain
 
 __all__ = ["FsspecStorage", "PosixStorage", "Reader", "Storage", "holds", "is_url", "open_storage"]
 
@@ -69,7 +69,7 @@ class PosixStorage:
         return (self.root / path).stat().st_size
 
     def read(self, path: str) -> bytes:
-        return (self.root / path).read_bytes()
+        return read_plain(self.root / path)
 
     def describe(self, path: str) -> str:
         return str(self.root / path)

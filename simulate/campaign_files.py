@@ -18,7 +18,7 @@ from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import EventLog, read_events
-from exitwave.ingest.files import disk_full_means_interrupted, sweep_parts, write_atomic
+from exitwave.ingest.files import disk_full_means_interrupted, read_plain_text, sweep_parts, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, create_dataset, load_manifest
 from exitwave.ingest.records import Header
 from exitwave.simulate.bundle import fallen_apart
@@ -123,7 +123,7 @@ def write_plan(plan: CampaignPlan, dataset: Path) -> None:
 def _extends(plan: CampaignPlan, dataset: Path) -> bool:
     """Whether the plan is another one than that of the last run here."""
     try:
-        last = json.loads((dataset / PLAN_NAME).read_text())["campaign_hash"]
+        last = json.loads(read_plain_text(dataset / PLAN_NAME))["campaign_hash"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         last = load_manifest(dataset).header.campaign_hash
     return bool(last != plan.campaign_hash)
@@ -161,7 +161,7 @@ def _resolved(plan: CampaignPlan) -> bytes:
 def _read_resolved(dataset: Path) -> dict[str, Any] | None:
     """What the data set was made of; None where its file is gone or damaged."""
     try:
-        content = json.loads((dataset / CAMPAIGN_NAME).read_text())
+        content = json.loads(read_plain_text(dataset / CAMPAIGN_NAME))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -16,6 +16,7 @@ from pathlib import Path
 from distributed import Client, Status
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import read_plain_text
 from exitwave.simulate.cluster_local import scheduler_habits, scratch_folder
 from exitwave.simulate.cluster_tls import security
 
@@ -65,7 +66,7 @@ def join_allocation(
         # The runner takes Ctrl-C for itself, by which its scheduler and workers end; the controller has its own way.
         signal.signal(signal.SIGINT, before[0])
         signal.signal(signal.SIGTERM, before[1])
-    address = str(json.loads(Path(runner.scheduler_file).read_text())["address"])
+    address = str(json.loads(read_plain_text(Path(runner.scheduler_file)))["address"])
     try:
         yield address
     finally:

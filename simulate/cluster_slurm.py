@@ -28,6 +28,7 @@ import dask.config
 import distributed
 
 from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.ingest.files import read_plain_text
 from exitwave.simulate.cluster_local import LocalCluster, scheduler_habits, scratch_folder
 from exitwave.simulate.cluster_outcome import Outcome
 from exitwave.simulate.cluster_spec import SlurmSpec, jobs_for, walltime_seconds, worker_script
@@ -297,7 +298,7 @@ class SlurmCluster(LocalCluster):
         log = self._log_folder.absolute() / f"{ended[-1].job_id}.out" if ended else self._log_folder.absolute()
         last = ""
         with contextlib.suppress(OSError):
-            last = " ".join(log.read_text(errors="replace").split())[-300:]
+            last = " ".join(read_plain_text(log, errors="replace").split())[-300:]
         return (
             f"--cluster slurm: {_FAILURES} jobs in a row ended before any worker came. {log}: "
             f"{last or 'it is empty or missing'}. Mend it, then give the same command again; it resumes"

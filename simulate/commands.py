@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.files import disk_full_means_interrupted, write_atomic
+from exitwave.ingest.files import disk_full_means_interrupted, read_plain, write_atomic
 from exitwave.simulate.attempts import CLASSES
 
 __all__ = ["COMMANDS_NAME", "Command", "read_commands", "write_command"]
@@ -69,7 +69,7 @@ def read_commands(dataset: Path) -> list[Command]:
 
 def _read(path: Path) -> Command:
     try:
-        content = json.loads(path.read_bytes()[:65536])
+        content = json.loads(read_plain(path)[:65536])
     except (OSError, ValueError, RecursionError) as error:
         return Command(path=path, verb=None, why=f"cannot be read ({error})")
     verb = content.get("command") if isinstance(content, dict) else None

@@ -22,7 +22,14 @@ from exitwave.simulate.tasks import SampleSpec
 if TYPE_CHECKING:
     from exitwave.simulate.plan import Plan
 
-__all__ = ["Calibration", "calibrate", "estimate_seconds", "sample_bytes", "worker_memory_bytes"]
+__all__ = [
+    "Calibration",
+    "calibrate",
+    "duration",
+    "estimate_seconds",
+    "sample_bytes",
+    "worker_memory_bytes",
+]
 
 # abTEM's eager multislice: seconds per probe, slice and grid point at 128 squared on one core, and by which power of
 # the number of points it grows as the grid leaves the cache.
@@ -30,6 +37,7 @@ _ABTEM, _ABTEM_GROWTH = 15e-9, 0.56
 _ONCE = 0.02  # seconds that every sample costs beside its waves: optics, label, writing
 _POTENTIAL = 80e-9  # seconds per slice and grid point: a potential and its transmission functions
 _PLANE_WAVE = 30e-9  # seconds per slice and grid point of a plane wave: two transforms
+_START, _START_EACH = 3.0, 2.0  # seconds until a scheduler listens, core-seconds until a worker takes tasks
 _PHASE, _TERM = 40e-9, 0.7e-9  # seconds per complex exponential, and per term of a Fourier sum
 _SHORT_S = 1.0  # of calibration: a pass that takes less is measured again
 _BASE_MEMORY = 450_000_000  # a worker after importing abTEM, numba, h5py and distributed
@@ -42,6 +50,19 @@ class Calibration:
     core_seconds: float
     measured_samples: int
     measured_seconds: float
+
+
+def duration(core_hours: float | None, *, workers: int, shards: int, cores: int | None = None) -> dict[str, float]:
+    """`eta_s`, and `start_s` of it until workers take tasks; nothing where the work is not known.
+
+    A shard is one worker's. Workers on this machine share its `cores` and are started first; None: they are elsewhere,
+    and when they come is not for us to say.
+    """
+    if core_hours is None:
+        return {}
+    work = 3600 * core_hours / max(1, min(workers, shards, cores or workers))
+    start = 0.0 if cores is None else _START + _START_EACH * workers / min(workers, cores)
+    return {"eta_s": start + work, "start_s": start}
 
 
 def estimate_seconds(sample: SampleSpec, simulator: str = "auto") -> float:

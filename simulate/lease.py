@@ -17,15 +17,16 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
-from exitwave.ingest.files import FileLock, write_atomic
+from exitwave.ingest.files import FileLock, read_object, write_atomic
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 
-__all__ = ["Lease", "lease_holder", "told_epoch"]
+__all__ = ["Lease", "kept_out", "lease_holder", "told_epoch"]
 
 LEASE_NAME = "lease"
 _LOCK_NAME = ".lease.lock"
@@ -134,11 +135,7 @@ def _watch(root: Path) -> None:
 
 
 def _read(root: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((root / LEASE_NAME).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(root / LEASE_NAME)
 
 
 def told_epoch(root: Path) -> int:
@@ -150,6 +147,22 @@ def told_epoch(root: Path) -> int:
 def _manifest_epoch(root: Path) -> int:
     """The last epoch that was written with: a lease that was lost or damaged must not set the count back."""
     return load_manifest(root).epoch if (root / MANIFEST_NAME).exists() else 0
+
+
+@contextlib.contextmanager
+def kept_out(root: Path) -> Iterator[None]:
+    """No controller begins in `root` meanwhile, whatever state its files are in: for one who removes them.
+
+    Raises UsageError naming host and pid where one is at work there.
+    """
+    lock = FileLock(root / _LOCK_NAME)
+    if not lock.acquire():
+        raise _refused(root)
+    try:
+        _watch(root)
+        yield
+    finally:
+        lock.release()
 
 
 def lease_holder(root: Path) -> dict[str, Any] | None:

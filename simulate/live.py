@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events, read_events_from
-from exitwave.ingest.files import part_path
+from exitwave.ingest.files import part_path, read_plain_text
 from exitwave.ingest.manifest import MANIFEST_NAME, read_records_from
 from exitwave.ingest.records import ShardRecord, Tombstone
 from exitwave.simulate.counters import SNAPSHOT_VERSION, Counters, fold, recalled
@@ -240,7 +240,7 @@ def _ended_snapshot(dataset: Path, epoch: int) -> dict[str, Any] | None:
 
 def _read(dataset: Path) -> dict[str, Any] | None:
     try:
-        shown = json.loads((dataset / STATUS_NAME).read_text())
+        shown = json.loads(read_plain_text(dataset / STATUS_NAME))
     except (OSError, ValueError, RecursionError):
         return None
     return shown if isinstance(shown, dict) and shown.get("version") == SNAPSHOT_VERSION else None

@@ -32,6 +32,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.ingest.files import read_plain
 from exitwave.ingest.schema import TABLES, FieldSpec
 
 __all__ = [
@@ -146,7 +147,7 @@ def _entry_point(name: str) -> str:
 
 def _digest(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_plain(path)).hexdigest()
     except OSError as error:
         raise UsageError(f"simulator.use: {path} cannot be read: {error.strerror}") from None
 
@@ -188,7 +189,7 @@ def _run_script(ref: SimulatorRef) -> types.ModuleType:
     """The script as a module, from exactly the bytes that were planned with."""
     path = Path(ref.file)
     try:
-        source = path.read_bytes()
+        source = read_plain(path)
     except OSError as error:
         raise UsageError(f"simulator.use: {ref.file} cannot be read here: {error.strerror}") from None
     if hashlib.sha256(source).hexdigest() != ref.sha256:

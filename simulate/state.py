@@ -14,6 +14,7 @@ from typing import Any
 
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
+from exitwave.ingest.files import read_plain_text
 from exitwave.ingest.manifest import load_header, load_manifest
 from exitwave.simulate.counters import Counters, fold
 from exitwave.simulate.lease import lease_holder
@@ -59,11 +60,18 @@ def _load(dataset: Path) -> tuple[dict[str, Any], list[TaskState], list[dict[str
     manifest = load_manifest(dataset)
     path = dataset / PLAN_NAME
     try:
-        plan = json.loads(path.read_text())
+        plan = json.loads(read_plain_text(path))
         tasks = [
-            {**t, "task": str(t["task"]), "shard_id": str(t["shard_id"]), "samples": int(t["samples"])}
+            {
+                "task": str(t["task"]),
+                "shard_id": str(t["shard_id"]),
+                "samples": int(t["samples"]),
+                "structures": [str(source) for source in t["structures"]],
+            }
             for t in plan["tasks"]
         ]
+        plan["rejected_samples"] = int(plan.get("rejected_samples", 0))
+        plan["rejected"] = [{"source": str(r["source"]), "why": str(r["why"])} for r in plan.get("rejected", [])]
     except FileNotFoundError:
         raise UsageError(f"{path}: not found; {dataset} was not made by `exitwave simulate`") from None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -113,7 +121,7 @@ def _read_all(dataset: Path) -> dict[str, Any]:
     """The snapshot from plan, manifest and events."""
     plan, states, events, _ = _load(dataset)
     shards = dict.fromkeys(("pending", "running", "committed", "failed", "rejected"), 0)
-    samples = {"planned": 0, "committed": 0, "failed": 0, "rejected": int(plan.get("rejected_samples", 0))}
+    samples = {"planned": 0, "committed": 0, "failed": 0, "rejected": plan["rejected_samples"]}
     for state in states:
         shards[state.state] = shards.get(state.state, 0) + 1
         samples["planned"] += state.samples
@@ -132,7 +140,7 @@ def _read_all(dataset: Path) -> dict[str, Any]:
         "shards": shards,
         "eta_s": (left / rate if rate > 0 else None) if left else 0.0,
         "attempts": sum(state.attempts for state in states),
-        "rejected": plan.get("rejected", []),
+        "rejected": plan["rejected"],
         "dataset": str(dataset.absolute()),
     }
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.events import read_events_from
+from exitwave.ingest.files import open_to_read, read_plain_text
 from exitwave.simulate.state_task import TaskState, apply
 
 __all__ = ["STATE_DB_NAME", "StateIndex", "read_failed"]
@@ -153,7 +154,7 @@ def _sweep(root: Path) -> None:
     """Remove the indices of data sets that are gone."""
     for folder in root.iterdir():
         with contextlib.suppress(OSError):
-            if not Path((folder / "dataset").read_text()).exists():
+            if not Path(read_plain_text(folder / "dataset")).exists():
                 shutil.rmtree(folder)
 
 
@@ -173,7 +174,7 @@ def _link(link: Path, path: Path) -> None:
 
 def _campaign_hash(dataset: Path) -> str:
     """Of the plan, whose first bytes say it: the plan of a large campaign has many megabytes."""
-    with (dataset / "plan.json").open("rb") as file:
+    with os.fdopen(open_to_read(dataset / "plan.json"), "rb") as file:
         head = file.read(4096).decode(errors="replace")
     return head.split('"campaign_hash":"')[1].split('"')[0] if '"campaign_hash":"' in head else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,12 @@ class TaskState:
 
 
 def apply(states: Mapping[str, TaskState], event: Mapping[str, Any]) -> None:
-    """What one event changes."""
+    """What one event changes: nothing, where it does not say what its kind says."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        _apply(states, event)
+
+
+def _apply(states: Mapping[str, TaskState], event: Mapping[str, Any]) -> None:
     kind = event.get("kind")
     if kind in ("campaign_started", "campaign_interrupted", "campaign_finished"):
         for each in states.values():

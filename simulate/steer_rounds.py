@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import DamagedDataError, UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain_text, write_atomic
 from exitwave.ingest.schema import PARAMS_DTYPE
 from exitwave.simulate.bundle import bundled
 from exitwave.simulate.campaign_files import STEERING_NAME
@@ -161,7 +161,7 @@ def read_rounds(dataset: Path) -> tuple[Round, ...]:
     rounds = []
     for number, path in enumerate(paths):
         try:
-            made = Round.from_json(json.loads(path.read_text()))
+            made = Round.from_json(json.loads(read_plain_text(path)))
         except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise DamagedDataError(
                 f"{path}: expected a round of a steered campaign, could not read it ({error})"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exitwave.ingest.errors import DamagedDataError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain, write_atomic
 from exitwave.simulate.route import FAST_ROUTES
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def use_wisdom(dataset: Path) -> None:
     if _used == [path]:
         return
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except FileNotFoundError:
         content = b""
     if not content and not _used:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from exitwave.ingest.errors import DamagedDataError, UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain_text, write_atomic
 from exitwave.train.preprocess import Preprocessing, input_channels
 from exitwave.train.run import TrainedModel, make_model
 from exitwave.train.spec import TrainSpec
@@ -73,7 +73,7 @@ def load_exported(folder: Path) -> TrainedModel:
     if not path.exists():
         raise UsageError(f"{path}: expected an exported model, found none")
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(read_plain_text(path))
         tensors = load_file(folder / "model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise DamagedDataError(f"{folder}: expected an exported model, could not read it ({error})") from error

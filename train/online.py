@@ -33,9 +33,10 @@ from exitwave.ingest.arrivals import (
     steps_allowed,
 )
 from exitwave.ingest.errors import InterruptedRunError, UsageError
+from exitwave.ingest.files import read_plain_text
 from exitwave.train.mesh import Ranks
 from exitwave.train.parallel import DataPlan
-from exitwave.train.spec import TrainSpec
+from exitwave.train.spec import TrainSpec, refuse_online
 
 __all__ = [
     "ALL_ARRIVED_NAME",
@@ -46,7 +47,6 @@ __all__ = [
     "open_growing",
     "read_online",
     "refuse_replay",
-    "refuse_unfit",
     "reservoir_sampler",
     "whole_measure",
 ]
@@ -89,20 +89,8 @@ def read_online(settings: Path | None, replay: Path | None) -> Online | None:
         return Online(settings=ReservoirSettings.from_json(log["header"]), replay=replay)
     if settings is None:
         return None
-    told = json.loads(settings.read_text())
+    told = json.loads(read_plain_text(settings))
     return Online(settings=ReservoirSettings.from_json(told), val_planned=int(told.get("val_planned", 0)))
-
-
-def refuse_unfit(spec: TrainSpec) -> None:
-    """UsageError for a training that cannot begin before its data is there."""
-    if spec.task != "reconstruct":
-        raise UsageError(
-            f"--online: a training of task {spec.task} measures its whole training set first; run it without --online"
-        )
-    if spec.data.workers:
-        raise UsageError("--online: a thread of each rank reads; expected train.data.workers: 0")
-    if spec.data.window is not None:
-        raise UsageError("--online: the order comes from the reservoir; leave train.data.window out")
 
 
 def refuse_replay(spec: TrainSpec, replay: Path, out: Path) -> None:
@@ -123,7 +111,7 @@ def open_growing(
     dataset: GrowingDataset | None = None
     error: Exception | None = None
     try:
-        refuse_unfit(spec)
+        refuse_online(spec)
         if type(plan) is not DataPlan:
             raise UsageError("--online: expected ranks that read whole samples, not a spatial mesh")
         if spec.batch < plan.size:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import nn
 from exitwave.ingest.arrivals import ARRIVALS_NAME
 from exitwave.ingest.errors import DamagedDataError, UsageError
 from exitwave.ingest.events import read_events
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import open_to_read, read_plain_text, write_atomic
 from exitwave.train.loader import Measured
 from exitwave.train.models import FCDenseNet, build_model
 from exitwave.train.preprocess import Preprocessing, input_channels
@@ -96,7 +97,7 @@ def claim_run(
         ):  # fmt: skip
             (out / name).unlink(missing_ok=True)
     elif path.exists():
-        before = json.loads(path.read_text())
+        before = json.loads(read_plain_text(path))
         difference = spec_difference({**before, "spec": with_defaults(before.get("spec", {}))}, identity)
         if difference:
             raise UsageError(
@@ -161,7 +162,8 @@ def read_saved(run: Path) -> dict[str, Any]:
     if not path.exists():
         raise UsageError(f"{path}: expected the trained model, found none; `exitwave train` has to finish first")
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        with os.fdopen(open_to_read(path), "rb") as file:
+            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise DamagedDataError(f"{path}: expected a trained model, could not read it ({error})") from error
     if (content.get("format"), content.get("version")) != (MODEL_FORMAT, MODEL_VERSION):

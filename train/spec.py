@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from exitwave.ingest.errors import UsageError
 from exitwave.ingest.strict_model import StrictModel
 from exitwave.train.series_spec import SeriesSpec
 
@@ -26,6 +27,7 @@ __all__ = [
     "OptimizerSpec",
     "TrainSpec",
     "WindowSpec",
+    "refuse_online",
     "spec_difference",
     "with_defaults",
 ]
@@ -286,3 +288,15 @@ def spec_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
         elif before != after:
             lines.append(f"{prefix}{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}")
     return lines
+
+
+def refuse_online(spec: TrainSpec) -> None:
+    """UsageError for a training that cannot begin before its data is there."""
+    if spec.task != "reconstruct":
+        raise UsageError(
+            f"--online: a training of task {spec.task} measures its whole training set first; run it without --online"
+        )
+    if spec.data.workers:
+        raise UsageError("--online: a thread of each rank reads; expected train.data.workers: 0")
+    if spec.data.window is not None:
+        raise UsageError("--online: the order comes from the reservoir; leave train.data.window out")

@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
-from exitwave.ingest.files import disk_full_means_interrupted
+from exitwave.ingest.files import disk_full_means_interrupted, read_plain_text
+from exitwave.train.checkpoints import checkpoint_name, whole_checkpoints
 from exitwave.train.mesh import Ranks
 
 __all__ = ["Progress", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "sweep_checkpoints"]
@@ -72,7 +73,7 @@ def save_checkpoint(
 
     An error on any rank is raised by all, and the half-written folder is gone; a full disk is InterruptedRunError.
     """
-    final = folder / f"step-{progress.step:08d}"
+    final = folder / checkpoint_name(progress.step)
     part = folder / f".{final.name}.part"
     state = _state(module, optimizer, means)
     ranks.from_first(lambda: _or_clear(part, lambda: _make_clean(part)))
@@ -108,7 +109,7 @@ def load_checkpoint(
             _refuse_another_model(path, state["model"])
             load_parts(state, checkpoint_id=path, process_group=ranks.process_group)
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        return Progress(**json.loads((path / "progress.json").read_text()))
+        return Progress(**json.loads(read_plain_text(path / "progress.json")))
     except (CheckpointException, OSError, KeyError, ValueError, TypeError, EOFError, UnpicklingError) as error:
         raise DamagedDataError(
             f"{path}: expected a whole checkpoint of this model, could not load it ({error}); remove that folder to "
@@ -143,8 +144,8 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None."""
-    found = sorted(path for path in folder.glob("step-*") if path.is_dir())
-    return found[-1] if found else None
+    found = whole_checkpoints(folder)
+    return found[-1][1] if found else None
 
 
 def sweep_checkpoints(folder: Path) -> None:
@@ -199,7 +200,7 @@ def _finish(part: Path, final: Path, progress: Progress, keep: int) -> None:
         _remove(final)
     part.rename(final)
     _sync_folder(final.parent)
-    for old in sorted(final.parent.glob("step-*"))[:-keep]:
+    for _, old in whole_checkpoints(final.parent)[:-keep]:
         _remove(old)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import read_plain_text
 
 __all__ = ["open_trackers"]
 
@@ -106,7 +107,7 @@ def _wandb(out: Path, configuration: Mapping[str, Any], step: int) -> Opened:
 
 def _earlier_run(path: Path, step: int) -> str | None:
     """The tracker's own name of the run that is gone on with."""
-    return path.read_text().strip() if step and path.exists() else None
+    return read_plain_text(path).strip() if step and path.exists() else None
 
 
 _OPEN: dict[str, Callable[[Path, Mapping[str, Any], int], Opened]] = {

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import DamagedDataError, UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain_text, write_atomic
 from exitwave.simulate.plan import Plan
 from exitwave.simulate.steer import Axis, Cell, Tally, quotas, samples_for, shares, smoothed, tallies
 from exitwave.simulate.steer_rounds import (
@@ -90,6 +90,11 @@ def run_rounds(
             write_round(dataset, made)
             if number:
                 hands.note(f"round {number} of {section.rounds}: {_told(made)}")
+            if lost := made.judge.get("no_numbers"):
+                hands.note(
+                    f"round {number} of {section.rounds}: the loss of {lost} of {made.judge['n']} samples that judge "
+                    "is no number; they count as the worst of the others"
+                )
         plan = steered(base, dataset)
         failed = hands.simulate(plan)
     return plan, failed
@@ -118,9 +123,12 @@ def next_round(plan: Plan, section: AdaptiveSection, errors: Sequence[Judged], *
     axes = axes_of(section, plan)
     counted = census(plan, axes)
     try:
-        judged = _judged(plan, axes, errors, split)
+        judged = _judged(plan, axes, _as_the_worst(errors), split)
     except ValueError as error:
-        raise UsageError(f"adaptive: round {number} cannot be steered: {error}. Lower train.optimizer.lr?") from None
+        raise UsageError(
+            f"adaptive: round {number} cannot be steered: {error}. Lower train.optimizer.lr and remove RUN/{FOLDER}: "
+            "the same command goes on with the samples that are there"
+        ) from None
     share = shares(
         counted.natural,
         judged,
@@ -155,8 +163,27 @@ def next_round(plan: Plan, section: AdaptiveSection, errors: Sequence[Judged], *
         picks=picks,
         budget_s=budget,
         options=section.model_dump(mode="json"),
-        judge={"split": split, "n": len(errors), "steps": section.judge_steps if errors else 0},
+        judge={
+            "split": split,
+            "n": len(errors),
+            "steps": section.judge_steps if errors else 0,
+            "no_numbers": len(errors) - len(_numbered(errors)),
+        },
     )
+
+
+def _numbered(errors: Sequence[Judged]) -> list[float]:
+    return [row.loss for row in errors if math.isfinite(row.loss)]
+
+
+def _as_the_worst(errors: Sequence[Judged]) -> list[Judged]:
+    """A loss that overflowed or is no number counts as the worst of the others: there is nothing that the network can
+    do less. ValueError where there are no others.
+    """
+    if errors and not _numbered(errors):
+        raise ValueError(f"the losses of all {len(errors)} samples that judge are no numbers")
+    worst = max(_numbered(errors), default=0.0)
+    return [row if math.isfinite(row.loss) else dataclasses.replace(row, loss=worst) for row in errors]
 
 
 def _judged(plan: Plan, axes: Sequence[Axis], errors: Sequence[Judged], split: str) -> dict[Cell, Tally]:
@@ -206,9 +233,17 @@ def _errors(
     path = run / "errors.json"
     if not path.exists():
         hands.train(judging_spec(section, spec), run)
-        rows = [dataclasses.asdict(row) for row in judge(run, dataset, _judged_split(section, spec))]
-        write_atomic(path, json.dumps(rows, separators=(",", ":")).encode() + b"\n")
+        rows = [_no_number_is_null(row) for row in judge(run, dataset, _judged_split(section, spec))]
+        write_atomic(path, json.dumps(rows, separators=(",", ":"), allow_nan=False).encode() + b"\n")
     return read_errors(path)
+
+
+def _no_number_is_null(row: Judged) -> dict[str, Any]:
+    return {key: value if math.isfinite(value) else None for key, value in dataclasses.asdict(row).items()}
+
+
+def _null_is_no_number(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: math.nan if value is None else value for key, value in row.items()}
 
 
 def judging_spec(section: AdaptiveSection, spec: TrainSpec) -> TrainSpec:
@@ -259,10 +294,11 @@ def read_errors(path: Path) -> tuple[Judged, ...]:
     Raises DamagedDataError for a file that is none of this.
     """
     try:
-        rows = tuple(Judged(**row) for row in json.loads(path.read_text()))
+        found = json.loads(read_plain_text(path))
+        rows = tuple(Judged(**_null_is_no_number(row)) for row in found)
         if not all(isinstance(row.uid, int) and isinstance(row.loss, float | int) for row in rows):
             raise ValueError("a uid or a loss is no number")
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedDataError(
             f"{path}: expected the errors of a network that judged, could not read them ({error}). Remove the file: "
             "the same command makes it again"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from exitwave.ingest.errors import DamagedDataError
+from exitwave.ingest.files import read_plain_text
 from exitwave.simulate.steer import Axis
 from exitwave.simulate.steer_rounds import CellRow, Round, read_rounds
 from exitwave.workflows.figures import heat_png
@@ -85,7 +86,7 @@ def _rounds(dataset: Path) -> tuple[Round, ...]:
 
 def _final(folder: Path | None) -> tuple[CellRow, ...]:
     try:
-        found = json.loads(((folder or Path()) / "final.json").read_text())["cells"] if folder is not None else []
+        found = json.loads(read_plain_text((folder or Path()) / "final.json"))["cells"] if folder is not None else []
         return tuple(
             CellRow(cell=tuple(row["cell"]), natural=0.0, cost_s=0.0, n=int(row["n"]), error=float(row["error"]))
             for row in found

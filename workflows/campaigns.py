@@ -64,6 +64,7 @@ class Planned:
     spec: CampaignSpec | ParametricSpec
     plan: Plan | ParametricPlan
     section: ClusterSection = field(default_factory=ClusterSection)
+    trains: bool = False  # whether the file says how to train on it, too
 
     @property
     def cluster(self) -> str:
@@ -101,7 +102,7 @@ def read_campaign(path: Path, overrides: Sequence[str] = (), *, session: Session
         plan = crystal_plan(planned, "adaptive")
         more = f"adaptive: {cost_of(sections.adaptive, plan)}, by `exitwave run` alone"
         planned = dataclasses.replace(planned, plan=dataclasses.replace(plan, warnings=(*plan.warnings, more)))
-    return dataclasses.replace(planned, section=sections.cluster)
+    return dataclasses.replace(planned, section=sections.cluster, trains=sections.train is not None)
 
 
 def estimated_document(
@@ -138,7 +139,12 @@ def estimated_document(
             raise UsageError(f"{out}: no room for the data set: {short}.")
         found["warnings"].append(f"no room here: {short}; --out DATASET names the disk that it is for")
     script = slurm_script(section, name=spec.name, out=out or Path(spec.name), workers=workers)
-    return {**found, "free_bytes": free, **({"slurm_script": script} if script is not None else {})}
+    return {
+        **found,
+        **_duration(found, section.kind, n),
+        "free_bytes": free,
+        **({"slurm_script": script} if script is not None else {}),
+    }
 
 
 def is_parametric(data: Any) -> bool:
@@ -219,6 +225,13 @@ def default_workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _duration(document: Mapping[str, Any], cluster: str, workers: int) -> dict[str, float]:
+    from exitwave.simulate.cost import duration
+
+    cores = default_workers() if cluster == "local" else None
+    return duration(document["core_hours"], workers=workers, shards=document["shards"], cores=cores)
+
+
 def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[str, Any]:
     """The contract's `plan` document. Raises UsageError when it cannot run here (no room, too little memory)."""
     from exitwave.simulate.campaign import disk_shortage
@@ -248,7 +261,7 @@ def plan_document(planned: Planned, *, out: Path, workers: int | None) -> dict[s
         )
     if (script := slurm_script(planned.section, name=planned.plan.name, out=out, workers=workers)) is not None:
         document["slurm_script"] = script
-    return {**document, "free_bytes": free}
+    return {**document, **_duration(document, planned.cluster, n), "free_bytes": free}
 
 
 def resume_document(planned: Planned, out: Path) -> dict[str, Any] | None:

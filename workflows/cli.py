@@ -109,6 +109,9 @@ def _explain(error: BaseException, arguments: Sequence[str], *, debug: bool) -> 
     if isinstance(error, OSError) and error.errno in _REFUSED and error.filename:
         _say(f"{os.fsdecode(error.filename)}: cannot be used: {_REFUSED[error.errno]}. Choose another path.")
         return 2
+    if isinstance(error, OSError) and type(error).__name__ == "NotAPlainFileError":  # without its module's imports
+        _say(f"{os.fsdecode(error.filename)}: cannot be read: {error.strerror}. Remove it, or put the file back.")
+        return 2
     _say(_internal(error, debug=debug))
     return 1
 

@@ -13,14 +13,12 @@ stands twice is a fault, because YAML would silently keep the last.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
 from string import Template
@@ -32,6 +30,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import read_plain_text
 from exitwave.workflows.faults import Fault, faults_of
 from exitwave.workflows.nodes_place import NETWORK_VARIABLES, NodePlace, interface_of, node_place, own_address
 
@@ -39,8 +38,7 @@ __all__ = [
     "Document",
     "RankEnvironment",
     "apply_overrides",
-    "differences",
-    "dump_yaml",
+    "dotted",
     "expanded_folder",
     "in_allocation",
     "is_pipeline",
@@ -49,7 +47,7 @@ __all__ = [
     "place_of_node",
     "prefer_own_interface",
     "rank_environment",
-    "read_resolved",
+    "shortened",
     "slurm_run",
     "validate",
 ]
@@ -57,6 +55,7 @@ __all__ = [
 KeyPath = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
+_HANDED_OVER = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # a pipe with a writer: `exitwave plan <(…)`
 _MAX_NODES = 200_000
 _MAX_DEPTH = 50
 _MAX_INT = 2**64
@@ -88,7 +87,8 @@ def load_document(path: Path | str) -> Document:
     """Read a YAML file. Raises UsageError naming file, line and column."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        handed_over = str(path).startswith(_HANDED_OVER)
+        text = path.read_text(encoding="utf-8") if handed_over else read_plain_text(path)
     except FileNotFoundError:
         raise UsageError(
             f"{path}: no such file. `exitwave init {path}` writes one to start from, with every choice explained."
@@ -186,9 +186,9 @@ class _Reader:
             value = self._yaml.constructor.construct_object(node, deep=True)
         except (ValueError, YAMLError):
             said = tag.replace(_TAG, "!!")
-            raise UsageError(f"{self._at(node)}: {_short(node.value)!r} is not what its tag {said} says.") from None
+            raise UsageError(f"{self._at(node)}: {shortened(node.value)!r} is not what its tag {said} says.") from None
         if isinstance(value, int) and abs(value) >= _MAX_INT:
-            raise UsageError(f"{self._at(node)}: {_short(node.value)} is larger than any number that is read here.")
+            raise UsageError(f"{self._at(node)}: {shortened(node.value)} is larger than any number that is read here.")
         return value
 
     def _plain_tag(self, node: Node, expected: str) -> None:
@@ -305,83 +305,7 @@ def _lines(document: Document, faults: Sequence[Fault]) -> Iterator[str]:
         yield f"{document.place(fault.path)}: {key}{fault.message}"
 
 
-# --- what a run keeps -----------------------------------------------------------------------------------------------
-
-
-def dump_yaml(data: Mapping[str, Any], *, comment: Sequence[str] = ()) -> str:
-    """`data` (dicts with text keys, lists, text, numbers, booleans, None) as YAML text, under comment lines."""
-    lines = [f"# {line}".rstrip() for line in comment]
-    return "\n".join([*lines, *_block(data, "")]) + "\n"
-
-
-def _block(data: Mapping[str, Any], indent: str) -> Iterator[str]:
-    """One line a key; what fits on a line stays on it."""
-    for key, value in data.items():
-        line = f"{indent}{_text(str(key))}: {_flow(value)}"
-        if len(line) <= 110 or not value or not isinstance(value, dict | list):
-            yield line
-        elif isinstance(value, dict):
-            yield f"{indent}{_text(str(key))}:"
-            yield from _block(value, indent + "  ")
-        else:
-            yield f"{indent}{_text(str(key))}:"
-            yield from (f"{indent}  - {_flow(item)}" for item in value)
-
-
-def _flow(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_text(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    return _text(value) if isinstance(value, str) else json.dumps(value, allow_nan=False)
-
-
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./*-]*")
-_MEANING = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}  # to any reader of YAML 1.1 or 1.2
-
-
-def _text(value: str) -> str:
-    """A plain word where that is safe, else a double-quoted string (JSON's are YAML's)."""
-    if _WORD.fullmatch(value) and value.lower() not in _MEANING:
-        return value
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(value, ensure_ascii=False))
-
-
-def resolved_comment(what: str, versions: Mapping[str, str]) -> list[str]:
-    """The lines that stand above a resolved configuration: what it is and what made it."""
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    return [
-        f"{what}, as resolved: defaults filled in, --set applied. Written {made}.",
-        ", ".join(f"{name} {version}" for name, version in versions.items()),
-    ]
-
-
-def read_resolved(path: Path) -> dict[str, Any]:
-    """A resolved configuration that an earlier run wrote."""
-    return load_document(path).data
-
-
-def differences(before: Any, after: Any, path: KeyPath = ()) -> list[str]:
-    """What changed between two configurations, one readable line a key: `train.batch: was 16, now 32`."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        lines = []
-        for key in [*before, *(k for k in after if k not in before)]:
-            if key not in after:
-                lines.append(f"{dotted((*path, key))}: was {_short(before[key])}, now not given")
-            elif key not in before:
-                lines.append(f"{dotted((*path, key))}: was not given, now {_short(after[key])}")
-            else:
-                lines += differences(before[key], after[key], (*path, key))
-        return lines
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        return [
-            line for i, (a, b) in enumerate(zip(before, after, strict=True)) for line in differences(a, b, (*path, i))
-        ]
-    same = before == after and isinstance(before, bool) == isinstance(after, bool)
-    return [] if same else [f"{dotted(path)}: was {_short(before)}, now {_short(after)}"]
-
-
-def _short(value: Any, limit: int = 70) -> str:
+def shortened(value: Any, limit: int = 70) -> str:
     text = str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import read_plain_text
 from exitwave.ingest.manifest import MANIFEST_NAME, load_manifest
 
 __all__ = ["Completeness", "completeness", "find_dataset", "require_split"]
@@ -50,7 +51,7 @@ class Completeness:
 def completeness(dataset: Path) -> Completeness | None:
     """None where no plan is beside the data, so that nobody knows what is missing."""
     try:
-        tasks = json.loads((dataset / "plan.json").read_text())["tasks"]
+        tasks = json.loads(read_plain_text(dataset / "plan.json"))["tasks"]
         samples = {str(task["shard_id"]): int(task["samples"]) for task in tasks}
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -67,7 +67,7 @@ def _foreign(path: Path) -> dict[str, Any]:
 def draft_text(path: Path) -> str:
     """A first mapping file for `exitwave ingest`, as YAML. UsageError where none can be guessed."""
     from exitwave.ingest.foreign_draft import describe_foreign
-    from exitwave.workflows.config import dump_yaml
+    from exitwave.workflows.resolved import dump_yaml
 
     report = describe_foreign(path)
     if not report.draft:

@@ -18,7 +18,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,14 +25,16 @@ from typing import Any
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import EventTail
-from exitwave.ingest.files import FileLock, LockHeldError, write_atomic
+from exitwave.ingest.files import FileLock, LockHeldError, read_plain, read_plain_text, write_atomic
 from exitwave.workflows.campaigns import default_workers
-from exitwave.workflows.config import child_environment, dump_yaml, rank_threads, resolved_comment
+from exitwave.workflows.config import child_environment, rank_threads
 from exitwave.workflows.datasets import completeness, find_dataset, require_split
+from exitwave.workflows.following import follow
 from exitwave.workflows.guard import guarded
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.provenance import versions
 from exitwave.workflows.rank import check_mesh, clear_rank_errors, read_rank_errors
+from exitwave.workflows.resolved import dump_yaml, resolved_comment
 from exitwave.workflows.session import Session
 
 __all__ = [
@@ -48,7 +49,6 @@ __all__ = [
     "why_ranks_ended",
 ]
 
-_POLL_S = 0.2
 _NO_ROOM_BYTES = 64 << 10
 _ERRORS: dict[int, type[ExitwaveError]] = {
     2: UsageError,
@@ -218,7 +218,7 @@ def _run_ranks(
     kill = _killer(process)
     session.interrupts.last_words.append(kill)
     try:
-        _follow(session, process, tail, feed)
+        follow(process, tail, feed, stopping=session.stop.is_set, tell=process.terminate)
     except BaseException:
         kill()
         raise
@@ -255,7 +255,7 @@ def refuse_other(
     from exitwave.train.spec import spec_difference, with_defaults
 
     try:
-        before = json.loads(path.read_text())
+        before = json.loads(read_plain_text(path))
     except ValueError:
         return  # the ranks will say what is wrong with it
     dataset_id = load_manifest(data).header.dataset_id
@@ -286,22 +286,6 @@ def _killer(process: subprocess.Popen[bytes]) -> Callable[[], None]:
             process.wait()
 
     return kill
-
-
-def _follow(
-    session: Session, process: subprocess.Popen[bytes], tail: EventTail, feed: Callable[[Mapping[str, Any]], None]
-) -> None:
-    told = False
-    while True:
-        ended = process.poll() is not None
-        for event in tail.read():
-            feed(event)
-        if ended:
-            return
-        if session.stop.is_set() and not told:
-            process.terminate()
-            told = True
-        time.sleep(_POLL_S)
 
 
 def why_ranks_ended(out: Path, code: int, *, stopped: bool, log: Path, since: int = 0, ranks: int = 1) -> ExitwaveError:
@@ -336,7 +320,7 @@ def why_ranks_ended(out: Path, code: int, *, stopped: bool, log: Path, since: in
 def _killed(log: Path, since: int) -> str:
     """`rank 1 was killed by SIGKILL`, if torchrun names that as the first failure of all."""
     try:
-        text = log.read_bytes()[since:].decode(errors="replace")
+        text = read_plain(log)[since:].decode(errors="replace")
     except OSError:
         return ""
     first = text.rpartition("Root Cause")[2]

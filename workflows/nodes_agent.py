@@ -28,9 +28,11 @@ import psutil
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError
 from exitwave.ingest.events import EventLog, EventTail
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain_text, write_atomic
+from exitwave.train.checkpoints import last_step
 from exitwave.workflows.config import child_environment, expanded_folder
 from exitwave.workflows.datasets import find_dataset, require_split
+from exitwave.workflows.following import follow
 from exitwave.workflows.guard import guarded
 from exitwave.workflows.launch import locked, prepare_run, training_document, why_ranks_ended
 from exitwave.workflows.nodes_meeting import Meeting, Member
@@ -42,7 +44,6 @@ from exitwave.workflows.staging import StageChoices, stage_dataset
 
 __all__ = ["NodeTraining", "run_node"]
 
-_POLL_S = 0.2
 _LEAVE_S = 20.0  # for ranks whose training has ended elsewhere
 _SAY_S = 10.0  # for the node with the cause to say it
 _JOIN_S = 600
@@ -147,7 +148,10 @@ def _train(
     with shown as feed, session.finishing("this step and its checkpoint"), log.open("ab") as file:
         since = file.tell()
         with _ranks(_command(place, training, cache, members, logs), file, members[place.node]) as process:
-            _follow(session, process, meeting, tail, feed)
+            follow(
+                process, tail, feed,
+                stopping=session.stop.is_set, tell=lambda: _tell(process), gives_up=_patience(meeting),
+            )  # fmt: skip
         if process.returncode != 0:
             raise _why(session, place, training, meeting, log, since, process.returncode)
 
@@ -201,30 +205,17 @@ def _ranks(command: Sequence[str], log: Any, me: Member) -> Iterator[subprocess.
         _kill(process)
 
 
-def _follow(
-    session: Session,
-    process: subprocess.Popen[bytes],
-    meeting: Meeting,
-    tail: EventTail,
-    feed: Callable[[Mapping[str, Any]], None],
-) -> None:
-    """Until torchrun has ended, or must."""
-    told, until = False, float("inf")
-    while True:
-        ended = process.poll() is not None
-        for event in tail.read():
-            feed(event)
-        if ended:
-            return
-        if session.stop.is_set() and not told:
-            told = True
-            _tell(process)
+def _patience(meeting: Meeting) -> Callable[[], bool]:
+    """Whether torchrun must end now: a node is gone, or the training ended elsewhere a while ago."""
+    until = float("inf")
+
+    def is_over() -> bool:
+        nonlocal until
         if until == float("inf") and (meeting.lost() or meeting.verdict() is not None):
             until = time.monotonic() + (0.0 if meeting.lost() else _LEAVE_S)
-        if time.monotonic() >= until:
-            _kill(process)
-            return
-        time.sleep(_POLL_S)
+        return time.monotonic() >= until
+
+    return is_over
 
 
 def _tell(process: subprocess.Popen[bytes]) -> None:
@@ -261,7 +252,7 @@ def _why(
 ) -> ExitwaveError:
     """The one error that explains how this node's ranks ended: the cause, wherever it was."""
     if lost := meeting.look():
-        return _lost_node(lost, f"after step {_checkpoints(training.out)[1]}")
+        return _lost_node(lost, f"after step {last_step(training.out)}")
     if (told := meeting.verdict()) is not None:
         return told
     errors = read_rank_errors(training.out)
@@ -277,7 +268,7 @@ def _why(
         if (told := meeting.verdict(_SAY_S)) is not None:
             return told
         if lost := meeting.look():
-            return _lost_node(lost, f"after step {_checkpoints(training.out)[1]}")
+            return _lost_node(lost, f"after step {last_step(training.out)}")
     return type(found)(f"{place.host}: {found}") if type(found) is ExitwaveError else found
 
 
@@ -288,19 +279,13 @@ def _lost_node(names: str, when: str) -> InterruptedRunError:
     )
 
 
-def _checkpoints(out: Path) -> tuple[str, int]:
-    """The newest checkpoint's name and step."""
-    names = sorted(p.name for p in (out / "checkpoints").glob("step-*") if p.name[5:].isdigit())
-    return (names[-1], int(names[-1][5:])) if names else ("", 0)
-
-
 def _refuse_a_loop(out: Path, place: NodePlace) -> None:
     """A job that is queued again and again and gets nowhere would do so until somebody looks."""
     path = out / STATE / f"{place.job}.starts"
     starts: list[int] = []
     with suppress(OSError, ValueError):
-        starts = list(json.loads(path.read_text())) if place.restarts else []
-    here = _checkpoints(out)[1]
+        starts = list(json.loads(read_plain_text(path))) if place.restarts else []
+    here = last_step(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*starts, here]))
     if len(starts) >= _STARTS and set(starts[-_STARTS:]) == {here}:
@@ -324,7 +309,7 @@ def _is_to_be_forgotten(out: Path, place: NodePlace) -> bool:
         write_atomic(mark, now.encode())
         return True
     try:
-        return mark.read_text() == now
+        return read_plain_text(mark) == now
     except OSError:
         return False
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedRunError, UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain_text, write_atomic
 from exitwave.workflows.nodes_place import NodePlace, free_port, own_address
 
 __all__ = ["Meeting", "Member", "error_of", "read_verdict"]
@@ -119,7 +119,7 @@ class Meeting:
         found = {}
         for node in range(self.place.nodes):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                found[node] = Member(**json.loads((self.folder / f"node-{node}.json").read_text()))
+                found[node] = Member(**json.loads(read_plain_text(self.folder / f"node-{node}.json")))
         return found
 
     def _who_is_missing(self, found: dict[int, Member]) -> str:
@@ -202,7 +202,7 @@ class Meeting:
 def read_verdict(folder: Path) -> ExitwaveError | None:
     """The error that an attempt ended with, or None."""
     try:
-        code, _, message = (folder / "verdict").read_text(errors="surrogateescape").partition("\n")
+        code, _, message = read_plain_text(folder / "verdict", errors="surrogateescape").partition("\n")
         return error_of(int(code), message.strip())
     except (OSError, ValueError):
         return None

@@ -29,13 +29,13 @@ from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
 from exitwave.ingest.events import EventTail
-from exitwave.ingest.files import FileLock, write_atomic
-from exitwave.workflows.config import dump_yaml, resolved_comment
+from exitwave.ingest.files import FileLock, read_plain_text, write_atomic
 from exitwave.workflows.datasets import find_dataset, require_split
 from exitwave.workflows.launch import make_folder, refuse_other, training_document
 from exitwave.workflows.nodes_meeting import error_of, read_verdict
 from exitwave.workflows.nodes_spec import STATE, LaunchSection, ranks_a_node, training_script
 from exitwave.workflows.provenance import versions
+from exitwave.workflows.resolved import dump_yaml, resolved_comment
 from exitwave.workflows.session import Session
 
 __all__ = [
@@ -181,7 +181,7 @@ def _recorded(job: NodeJob) -> tuple[str, str]:
 
 def _read_record(path: Path) -> tuple[str, str]:
     try:
-        before = json.loads(path.read_text())
+        before = json.loads(read_plain_text(path))
         return str(before["job"]), str(before["name"])
     except (OSError, ValueError, KeyError, TypeError):
         return "", ""
@@ -203,7 +203,7 @@ def _refuse_changed(job: NodeJob, job_id: str) -> None:
     """What a job trains is what it was submitted with, whatever the file says by now."""
     same = False
     with suppress(OSError):
-        script, before = (job.state / "job.sh").read_text(), (job.state / "train.yaml").read_text()
+        script, before = read_plain_text(job.state / "job.sh"), read_plain_text(job.state / "train.yaml")
         same = _content(before) == _content(dump_yaml(job.spec.canonical()))
         same = same and shlex.join(["--data", str(job.data)]) in script and (not job.fresh or " --fresh " in script)
     if not same:
@@ -273,7 +273,7 @@ def _outcome(job: NodeJob, job_id: str, *, cancelled: bool) -> ExitwaveError | N
         return verdict
     last = ""
     with suppress(OSError):
-        last = " ".join(log.read_text(errors="replace").split())[-300:]
+        last = " ".join(read_plain_text(log, errors="replace").split())[-300:]
     if ended is None:  # the shell was killed: the walltime, an administrator, a node
         return InterruptedRunError(f"{job.out}: Slurm ended job {job_id}. {log}: {last or 'it is empty or missing'}")
     return error_of(1, f"job {job_id} ended with exit code {ended}. {log}: {last or 'it is empty or missing'}")
@@ -286,7 +286,7 @@ def _last_attempt(state: Path, job_id: str) -> Path:
 
 def _ended(state: Path, job_id: str) -> int | None:
     try:
-        return int((_last_attempt(state, job_id) / "ended").read_text())
+        return int(read_plain_text(_last_attempt(state, job_id) / "ended"))
     except (OSError, ValueError):
         return None
 

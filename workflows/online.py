@@ -32,12 +32,11 @@ from exitwave.simulate.live import LiveStatus
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, run_planned, tell_warnings
 from exitwave.workflows.launch import locked, make_folder, start_ranks
-from exitwave.workflows.online_spec import OnlineSection, arrival_order, planned_samples, settings_of
+from exitwave.workflows.online_spec import SETTINGS_NAME, OnlineSection, arrival_order, planned_samples, settings_of
 from exitwave.workflows.session import Session
 
-__all__ = ["SETTINGS_NAME", "OnlineRun", "find_replay"]
+__all__ = ["OnlineRun", "find_replay"]
 
-SETTINGS_NAME = "online.json"
 _POLL_S = 0.2
 
 Feed = Callable[[Mapping[str, Any]], None]

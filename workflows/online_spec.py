@@ -21,8 +21,9 @@ from exitwave.ingest.strict_model import StrictModel
 from exitwave.simulate.work import CampaignPlan, CampaignTask
 from exitwave.train.spec import TrainSpec
 
-__all__ = ["OnlineSection", "arrival_order", "planned_samples", "settings_of"]
+__all__ = ["SETTINGS_NAME", "OnlineSection", "arrival_order", "planned_samples", "settings_of"]
 
+SETTINGS_NAME = "online.json"  # in the training's folder: what its ranks are told
 _WATERMARK_SHARE = 0.1
 _WATERMARK_BATCHES = 2
 

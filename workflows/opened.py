@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from exitwave.ingest.dataset import Dataset, open_dataset
 from exitwave.ingest.errors import ExitwaveError, UsageError
+from exitwave.ingest.files import read_plain_text
 from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.workflows.status import status_document
 from exitwave.workflows.training_seen import FollowedTraining, TrainingSeen
@@ -60,7 +61,7 @@ class Run:
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Of each method on structures never seen: `rmse_VA`, `r2`, `ssim`. Empty before `evaluate`."""
         try:
-            found = json.loads((self._train / "metrics.json").read_text()).get("metrics", {})
+            found = json.loads(read_plain_text(self._train / "metrics.json")).get("metrics", {})
         except (OSError, ValueError, AttributeError):
             return {}
         return {name: scores for name, scores in found.items() if isinstance(scores, dict)}

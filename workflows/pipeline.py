@@ -26,6 +26,7 @@ from exitwave.simulate.live import LiveStatus
 from exitwave.workflows.campaigns import Planned, plan_campaign
 from exitwave.workflows.config import Document, apply_overrides, is_pipeline, load_document, validate
 from exitwave.workflows.launch import locked
+from exitwave.workflows.online_fit import refuse_unfit_online
 from exitwave.workflows.pipeline_fit import misfit
 from exitwave.workflows.pipeline_folder import claim, refuse_foreign, refuse_the_other_way, trained
 from exitwave.workflows.pipeline_line import Line
@@ -67,8 +68,8 @@ def run_pipeline(
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: this is a file; --out names a folder.")
     nodes = nodes or spec.launch.nodes
-    if online and nodes is not None:
-        raise UsageError("--online: it trains on this machine; leave --nodes and launch.nodes out.")
+    if online:
+        refuse_unfit_online(spec, ranks=ranks or spec.ranks, nodes=nodes)
     if nodes is not None and not trained(out / "train", spec.train):
         from exitwave.workflows.nodes_submit import require_job
 
@@ -78,7 +79,7 @@ def run_pipeline(
     planned = dataclasses.replace(planned, section=spec.cluster)
     if (lacks := misfit(spec, planned.plan)) is not None:
         raise UsageError(f"{path}: {lacks}.")
-    settings = _online_settings(spec, planned, ranks or spec.ranks) if online else None
+    settings = _online_settings(spec, planned) if online else None
     refuse_foreign(out)
     with locked(out):
         if fresh:
@@ -111,19 +112,10 @@ def run_pipeline(
     return _document(out, report, metrics, failed=failed, seconds=seconds)
 
 
-def _online_settings(spec: PipelineSpec, planned: Planned, ranks: int) -> ReservoirSettings:
-    """What the order of samples follows from.
-
-    UsageError, before anything is made, for a pipeline whose training cannot begin early.
-    """
-    from exitwave.train.online import refuse_unfit
+def _online_settings(spec: PipelineSpec, planned: Planned) -> ReservoirSettings:
+    """What the order of samples follows from. UsageError where the section does not fit the campaign."""
     from exitwave.workflows.online_spec import OnlineSection, settings_of
 
-    if spec.adaptive is not None:
-        raise UsageError("--online: the rounds of an adaptive campaign are trained between, not beside; leave one out")
-    refuse_unfit(spec.train)
-    if ranks > spec.train.batch:
-        raise UsageError(f"--online: expected at most as many ranks as samples in a batch, {spec.train.batch}: {ranks}")
     return settings_of(spec.online or OnlineSection(), planned.plan, spec.train)
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.arrivals import ReservoirSettings
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import FileLock, read_object, write_atomic
+from exitwave.simulate.lease import kept_out
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.config import differences, dump_yaml, load_document, read_resolved, resolved_comment, validate
+from exitwave.workflows.config import load_document, validate
+from exitwave.workflows.nodes_spec import STATE
 from exitwave.workflows.pipeline_spec import PipelineSpec
 from exitwave.workflows.provenance import git_commit, versions
+from exitwave.workflows.resolved import differences, dump_yaml, read_resolved, resolved_comment
 
 __all__ = ["claim", "refuse_foreign", "refuse_the_other_way", "trained"]
 
@@ -52,17 +56,16 @@ def claim(out: Path, spec: PipelineSpec, *, fresh: bool) -> bool:
     path = out / "pipeline.yaml"
     now = _resolved(spec)
     if path.exists() and fresh:
-        for name in _OURS:
-            _remove(out / name)
+        _forget(out)
     if path.exists():
         before = _read_again(path)
         changed = differences(_what(before), _what(now))
-        if changed:
+        of_training = [line for line in changed if line.startswith("train.")]
+        if len(changed) > len(of_training) or (of_training and _has_trained(out)):
             lines = "\n  ".join(changed)
             raise UsageError(
                 f"{out}: was made with another configuration:\n  {lines}\nGive another --out, or --fresh to "
-                "delete what is "
-                "there and start again."
+                f"delete what is there and start again.{_how_to_train_again(out, len(changed) == len(of_training))}"
             )
         resumed = True
     else:
@@ -72,12 +75,41 @@ def claim(out: Path, spec: PipelineSpec, *, fresh: bool) -> bool:
     return resumed
 
 
+def _forget(out: Path) -> None:
+    """All that is there. UsageError, before anything is removed, where a command works in the folder of a part."""
+    for run in _folders(out):
+        if FileLock(run / ".lock").is_held():
+            raise UsageError(f"{run}: another exitwave command is training there; --fresh deletes nothing under it.")
+    dataset = out / "dataset"
+    with kept_out(dataset) if dataset.is_dir() else nullcontext():
+        for name in _OURS:
+            _remove(out / name)
+
+
+def _folders(out: Path) -> list[Path]:
+    """Of trainings: the pipeline's own, and those of the networks that judge."""
+    return [out / "train", *sorted((out / "rounds").glob("round-*"))]
+
+
+def _has_trained(out: Path) -> bool:
+    """Whether a training has begun, or waits in a queue."""
+    marks = ("train.json", f"{STATE}/job.json")
+    return any((run / mark).exists() for run in _folders(out) for mark in marks)
+
+
+def _how_to_train_again(out: Path, possible: bool) -> str:
+    if not possible:
+        return ""
+    rounds = f" and {out / 'rounds'}" if (out / "rounds").exists() else ""
+    return f" Or remove {out / 'train'}{rounds}, to train so on the samples that are there."
+
+
 def refuse_the_other_way(run: Path, spec: TrainSpec, online: ReservoirSettings | None) -> None:
     """A training that has begun keeps its order of samples; said now, and not when the campaign is over.
 
     `online`: what that order would follow from now, None without --online.
     """
-    before = _identity(run)
+    before = read_object(run / "train.json")
     if not before or trained(run, spec):
         return
     then = before.get("online")
@@ -97,16 +129,7 @@ def refuse_the_other_way(run: Path, spec: TrainSpec, online: ReservoirSettings |
 
 
 def trained(run: Path, spec: TrainSpec) -> bool:
-    return (run / "model.pt").exists() and _identity(run).get("spec") == spec.canonical()
-
-
-def _identity(run: Path) -> dict[str, Any]:
-    """What a training's folder says it is; nothing where that cannot be read: the ranks will say what is wrong."""
-    try:
-        identity = json.loads((run / "train.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return identity if isinstance(identity, dict) else {}
+    return (run / "model.pt").exists() and read_object(run / "train.json").get("spec") == spec.canonical()
 
 
 def _resolved(spec: PipelineSpec) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from exitwave.ingest.errors import InterruptedRunError
 from exitwave.ingest.events import EventLog, read_events
+from exitwave.ingest.files import read_plain
 from exitwave.simulate.live import LiveStatus
 from exitwave.simulate.plan import Plan
 from exitwave.train.spec import TrainSpec
@@ -237,9 +238,9 @@ def _measured(run: Path, split: str, *, leads: bool) -> dict[str, Any] | None:
     """
     path = run / f"metrics-{split}.json"
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
         old = path.stat().st_mtime_ns < (run / "model.pt").stat().st_mtime_ns
-        if old or (leads and (run / "metrics.json").read_bytes() != content):
+        if old or (leads and read_plain(run / "metrics.json") != content):
             return None
         found = json.loads(content)
     except (OSError, ValueError, RecursionError):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError, InterruptedRunError, UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain_text, write_atomic
 from exitwave.ingest.processes import die_with_parent, keep_freed_memory
 from exitwave.workflows.config import RankEnvironment, prefer_own_interface
 from exitwave.workflows.datasets import find_dataset, require_split
@@ -140,7 +140,7 @@ def read_rank_errors(out: Path) -> list[dict[str, Any]]:
     errors = []
     for path in sorted((out / RANK_ERRORS).glob("rank-*.json")):
         with suppress(OSError, ValueError):
-            errors.append(json.loads(path.read_text()))
+            errors.append(json.loads(read_plain_text(path)))
     return sorted(errors, key=_blame)
 
 

@@ -37,7 +37,7 @@ def stages(events: Events) -> list[tuple[str, float]]:
 
 def simulation_rates(events: Events) -> list[tuple[str, str, str]]:
     started = last(events, ("campaign_started",))
-    commits = [e for e in events if e["kind"] == "shard_committed"]
+    commits = [e for e in events if e["kind"] == "shard_committed" and isinstance(e.get("n"), int)]
     if not commits:
         return []
     begun = [e for e in events if e["kind"] == "campaign_started" and e["t"] <= commits[-1]["t"]]

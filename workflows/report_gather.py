@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from exitwave.ingest.dataset import Dataset, open_dataset
 from exitwave.ingest.errors import UsageError
 from exitwave.ingest.events import read_events
+from exitwave.ingest.files import read_object, read_plain_text
 from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.workflows.adaptive_facts import adaptive_facts
 from exitwave.workflows.inspecting import structure_rows
@@ -57,7 +57,7 @@ def _pipeline(run: Path) -> ReportData:
     events = read_events(run / "events.jsonl")
     dataset = run / "dataset"
     data = open_dataset(dataset, cache=run / "cache") if (dataset / MANIFEST_NAME).exists() else None
-    configuration = (run / "pipeline.yaml").read_text(encoding="utf-8", errors="replace")
+    configuration = read_plain_text(run / "pipeline.yaml", errors="replace")
     return _whole(
         title=_name(configuration) or run.name,
         train=run / "train",
@@ -72,9 +72,9 @@ def _pipeline(run: Path) -> ReportData:
 def _training(run: Path) -> ReportData:
     path = run / "train.yaml"
     configuration = (
-        path.read_text(encoding="utf-8", errors="replace")
+        read_plain_text(path, errors="replace")
         if path.exists()
-        else (run / "train.json").read_text(encoding="utf-8", errors="replace")
+        else read_plain_text(run / "train.json", errors="replace")
     )
     return _whole(
         title=run.name, train=run, dataset=None, data=None, events=(), configuration=configuration, folder=run
@@ -91,7 +91,7 @@ def _whole(
     configuration: str,
     folder: Path,
 ) -> ReportData:
-    evaluation = _json(train / "metrics.json")
+    evaluation = read_object(train / "metrics.json")
     metrics = evaluation.get("metrics", {})
     train_events = read_events(train / "events.jsonl")
     simulated = read_events(dataset / "events.jsonl") if dataset is not None else []
@@ -143,7 +143,7 @@ def _dataset(folder: Path) -> ReportData:
     events = read_events(folder / "events.jsonl")
     structures = structure_rows(data.manifest)
     path = folder / "campaign.yaml"
-    configuration = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    configuration = read_plain_text(path, errors="replace") if path.exists() else ""
     rejected, failures = _rejected(folder), _failures(folder)
     words = f"{len(data)} samples of {len(structures)} structures are committed"
     words += f"; {len(rejected)} rejected" if rejected else ""
@@ -170,14 +170,6 @@ def _dataset(folder: Path) -> ReportData:
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _name(configuration: str) -> str:
@@ -251,7 +243,7 @@ def _metrics_note(evaluation: Mapping[str, Any]) -> str:
 
 def _held_out(path: Path, data: Dataset | None, split: str) -> list[Example]:
     """The examples that the evaluation kept, with the patterns of the data set where it is at hand."""
-    if not path.exists():
+    if not path.is_file():
         return []
     with np.load(path, allow_pickle=False) as file:
         kept = {name: file[name] for name in file.files}
@@ -365,8 +357,9 @@ def _splits(data: Dataset | None, structures: Sequence[Mapping[str, Any]]) -> li
 def _rejected(dataset: Path | None) -> list[dict[str, str]]:
     if dataset is None:
         return []
-    rows = _json(dataset / "plan.json").get("rejected", [])
-    return [{"source": str(r["source"]), "why": str(r["why"])} for r in rows]
+    rows = read_object(dataset / "plan.json").get("rejected", [])
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [{"source": str(row.get("source")), "why": str(row.get("why"))} for row in rows]
 
 
 def _failures(dataset: Path | None) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from exitwave.ingest.dataset import open_dataset
 from exitwave.ingest.events import read_events
+from exitwave.ingest.files import read_plain_text
 from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.report_data import Picture, ReportData, StudyView, number
@@ -25,7 +26,7 @@ __all__ = ["gather_study"]
 def gather_study(folder: Path) -> ReportData:
     """What there is to say of a search, also while it runs. Raises UsageError where tune.yaml is damaged."""
     path = folder / "tune.yaml"
-    configuration = path.read_text(encoding="utf-8", errors="replace")
+    configuration = read_plain_text(path, errors="replace")
     resolved, tune = read_search(folder)
     study = fold(read_events(folder / "events.jsonl"))
     best = best_trial(study.trials, maximize=tune.objective.maximize)

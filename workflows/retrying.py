@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import read_plain_text
 from exitwave.simulate.attempts import Patience
 from exitwave.simulate.commands import write_command
 from exitwave.simulate.lease import lease_holder
@@ -50,7 +51,7 @@ def retry_failures(
 def _planned(dataset: Path) -> Planned | None:
     """The campaign as the data set's own `campaign.yaml` says it, if that still gives the same plan."""
     try:
-        told = json.loads((dataset / "plan.json").read_text())["campaign_hash"]
+        told = json.loads(read_plain_text(dataset / "plan.json"))["campaign_hash"]
         planned = read_campaign(dataset / "campaign.yaml")
     except (OSError, ValueError, KeyError, TypeError, UsageError):
         return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import read_plain
 from exitwave.workflows.campaigns import as_document
 from exitwave.workflows.datasets import find_dataset
 from exitwave.workflows.progress import human_bytes
@@ -125,7 +126,7 @@ def _peers(choices: StageChoices) -> Any:
     if choices.me is None or choices.secret_file is None:
         return None
     try:
-        secret = choices.secret_file.read_bytes().strip()
+        secret = read_plain(choices.secret_file).strip()
         mode = choices.secret_file.stat().st_mode
     except OSError as error:
         raise UsageError(f"{choices.secret_file}: the secret cannot be read: {error.strerror}.") from None

@@ -140,7 +140,7 @@ def _stages(run: Path, training: TrainingSeen | None, *, whole: bool) -> dict[st
     train = run / "train"
     stages = {"simulate": "done" if whole else "not finished"}
     parts = [e for e in read_events(run / "events.jsonl") if e["kind"].startswith("part_")]
-    last = {e["part"]: e["kind"].removeprefix("part_") for e in parts}
+    last = {str(e.get("part")): e["kind"].removeprefix("part_") for e in parts}
     stages["stage"] = _STAGED.get(last.get("stage", ""), "not finished")
     done = (train / "model.pt").exists()
     stages["train"] = "done" if done else (training or FollowedTraining(train).look()).words()

@@ -30,20 +30,13 @@ from exitwave.simulate.cluster import make_cluster
 from exitwave.simulate.lease import lease_holder
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.campaigns import Planned, default_workers, plan_campaign, run_planned, tell_warnings
-from exitwave.workflows.config import (
-    Document,
-    apply_overrides,
-    differences,
-    dump_yaml,
-    load_document,
-    resolved_comment,
-    validate,
-)
+from exitwave.workflows.config import Document, apply_overrides, load_document, validate
 from exitwave.workflows.datasets import completeness, find_dataset, require_split
 from exitwave.workflows.launch import locked
 from exitwave.workflows.pipeline_spec import PipelineSections
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.provenance import git_commit, versions
+from exitwave.workflows.resolved import differences, dump_yaml, resolved_comment
 from exitwave.workflows.session import Session
 from exitwave.workflows.tune_loop import StudyLoop
 from exitwave.workflows.tune_record import Study, Trial, best_trial, counts, fold
@@ -142,7 +135,7 @@ def _claim(out: Path, sections: PipelineSections, data: Path | None) -> None:
             lines = "\n  ".join(changed)
             raise UsageError(
                 f"{out}: is another search:\n  {lines}\nOnly tune.trials may grow, and tune.max_seconds change. Give "
-                "another --out for another search."
+                f"another --out for another search; --data {out if data is None else data} lets it share the data set."
             )
     made = {**versions(), "commit": git_commit() or "unknown"}
     where = [] if data is None else [f"On the data set {json.dumps(str(data.absolute()))}."]

@@ -31,12 +31,13 @@ from exitwave.ingest.files import disk_full_means_interrupted
 from exitwave.simulate.cluster import Cluster, Outcome
 from exitwave.simulate.worker import run_guarded_call
 from exitwave.simulate.worker_guard import Limits
+from exitwave.train.checkpoints import last_step
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows.tune_record import Folding, Study, best_trial, counts
 from exitwave.workflows.tune_sampler import gives_up, next_values
 from exitwave.workflows.tune_space import misfit, trial_spec
 from exitwave.workflows.tune_spec import TuneSpec
-from exitwave.workflows.tune_trial import SIMULATOR, STOP_NAME, TrialTask, last_step, run_trial
+from exitwave.workflows.tune_trial import SIMULATOR, STOP_NAME, TrialTask, run_trial
 
 __all__ = ["StudyLoop", "ranks_for", "rung_of"]
 

@@ -17,6 +17,7 @@ ignored. So a line that a kill made stand twice does no harm.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,6 +77,11 @@ class Folding:
         self._last = 0.0
 
     def add(self, event: Mapping[str, Any]) -> None:
+        """Take in one event; one that does not say what its kind says changes nothing."""
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            self._take(event)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
         kind, t = str(event["kind"]), float(event.get("t", 0.0))
         if kind.startswith("study_") and self._began is not None:
             self._before += max(

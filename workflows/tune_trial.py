@@ -28,10 +28,11 @@ from exitwave.ingest.errors import DamagedDataError, ExitwaveError, InterruptedR
 from exitwave.ingest.events import read_events
 from exitwave.ingest.files import FileLock, write_atomic
 from exitwave.ingest.processes import keep_freed_memory
-from exitwave.workflows.config import dump_yaml, resolved_comment
+from exitwave.train.checkpoints import last_step
 from exitwave.workflows.provenance import versions
+from exitwave.workflows.resolved import dump_yaml, resolved_comment
 
-__all__ = ["SIMULATOR", "STOP_NAME", "TrialTask", "failure_state", "last_step", "run_trial"]
+__all__ = ["SIMULATOR", "STOP_NAME", "TrialTask", "failure_state", "run_trial"]
 
 STOP_NAME = "stop"
 SIMULATOR = "exitwave.workflows.tune_trial:run_trial"  # prepares a worker for one thread, and imports no simulator
@@ -175,9 +176,3 @@ def _judge(spec: Any, dataset: Path, out: Path, metric: str) -> float:
 
         document = evaluate(out, dataset, split=spec.val_split, threads=1)
     return float(document["metrics"]["model"][metric])
-
-
-def last_step(out: Path) -> int:
-    """Of the last whole checkpoint; 0 where there is none."""
-    steps = [path.name[5:] for path in (out / "checkpoints").glob("step-*") if path.is_dir()]
-    return max((int(step) for step in steps if step.isdigit()), default=0)

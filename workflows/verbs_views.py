@@ -8,13 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from exitwave.workflows import verbs_data  # noqa: F401  (its verbs stand before these in the help)
+from exitwave.workflows import verbs_stored  # noqa: F401  (its verbs stand before these in the help)
 from exitwave.workflows.commands import DATA, Debug, Json, Quiet, verb
 from exitwave.workflows.session import Session, open_session
+from exitwave.workflows.verbs_data import DatasetFolder
 
-DatasetFolder = Annotated[
-    Path, typer.Argument(metavar="DATASET", help="The folder that `simulate --out` made, or the RUN that holds it.")
-]
 Where = Annotated[
     str | None,
     typer.Option(
@@ -102,7 +100,8 @@ def export(
     "anything counts; files may be larger than memory.",
     example="exitwave inspect scan12.hspy --draft-map > map.yaml\n"
     "exitwave ingest scan*.hspy --map map.yaml --out data/scans",
-    then="`exitwave inspect DATASET`, `exitwave verify DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    then="`exitwave inspect DATASET`, `exitwave verify DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN` "
+    "(`exitwave init TRAIN.yaml` writes one).",
     codes="0 ingested; 2 the map or a file does not fit (nothing is written); 3 a file is damaged; 75 interrupted or "
     "disk full, the same command goes on.",
 )
@@ -160,7 +159,8 @@ def _show_view(session: Session, report: Any) -> None:
     "stays as it is; how the subset was made stands in its manifest.",
     example="exitwave subset data/quick --where \"energy_keV>=150 and split=='train'\" --out data/high\n"
     "exitwave subset data/quick --where \"formula in ('Au', 'Cu')\" --out data/metals",
-    then="`exitwave inspect DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    then="`exitwave inspect DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN` "
+    "(`exitwave init TRAIN.yaml` writes one).",
     codes="0 made; 2 the condition cannot be read or leaves nothing, --out exists; 3 a source shard is damaged; 75 "
     "interrupted or disk full, the same command goes on.",
 )
@@ -197,7 +197,8 @@ def subset(
     more="Fields and parameters must be the same. A sample that stands in several is taken once; one id for different "
     "samples is refused, and so is a composition that one data set trains on and another tests on.",
     example="exitwave merge data/first data/second --out data/both",
-    then="`exitwave verify DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN`.",
+    then="`exitwave verify DATASET`, `exitwave train TRAIN.yaml --data DATASET --out RUN` "
+    "(`exitwave init TRAIN.yaml` writes one).",
     codes="0 made; 2 the data sets do not go together, --out exists; 3 a source shard is damaged; 75 interrupted or "
     "disk full, the same command goes on.",
 )

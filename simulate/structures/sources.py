@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import UsageError
+from exitwave.ingest.files import read_plain
 from exitwave.simulate.spec import StrongestAxes, StructureSource
 from exitwave.simulate.structures.cif import CifError, read_average
 from exitwave.simulate.structures.occupancy import sample_supercell
@@ -154,7 +155,7 @@ def _read_cif_patterns(source: StructureSource, base_dir: Path, seed: int, where
         for file in files:
             try:
                 size = file.stat().st_size
-                data = file.read_bytes() if size <= _MAX_CIF_BYTES else b""
+                data = read_plain(file) if size <= _MAX_CIF_BYTES else b""
             except OSError as error:
                 yield Rejected(source=file.name, why=f"cannot be read: {error.strerror}")
                 continue

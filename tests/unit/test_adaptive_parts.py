@@ -96,11 +96,21 @@ def test_errors_draw_samples_and_nothing_else_does(base: Plan, dataset: Path) ->
     assert all(row.share == pytest.approx(row.natural) for row in even.cells)
 
 
-def test_a_network_that_lost_its_mind_steers_nothing(base: Plan, dataset: Path) -> None:
+def test_a_loss_that_is_no_number_counts_as_the_worst(base: Plan, dataset: Path) -> None:
     plan = steered(base, dataset)
     errors = _errors(plan)
-    errors[3] = dataclasses.replace(errors[3], loss=float("nan"))
-    with pytest.raises(UsageError, match="round 1 cannot be steered"):
+    thick = next(k for k, row in enumerate(errors) if row.loss == 4.0)
+    lost = [dataclasses.replace(row, loss=float("nan")) if k == thick else row for k, row in enumerate(errors)]
+    made = _decided(plan, lost)
+    assert made.judge["no_numbers"] == 1
+    assert made.cells == _decided(plan, errors).cells
+    json.dumps(made.to_json(), allow_nan=False)
+
+
+def test_a_network_that_lost_its_mind_steers_nothing_and_says_the_way_on(base: Plan, dataset: Path) -> None:
+    plan = steered(base, dataset)
+    errors = [dataclasses.replace(row, loss=float("inf")) for row in _errors(plan)]
+    with pytest.raises(UsageError, match=r"round 1 cannot be steered: .* all 16 .*Lower train.optimizer.lr and remove"):
         _decided(plan, errors)
 
 

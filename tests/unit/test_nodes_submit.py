@@ -14,7 +14,6 @@ import pytest
 from exitwave.ingest.errors import InterruptedRunError, UsageError
 from exitwave.train.spec import TrainSpec
 from exitwave.workflows import nodes_submit
-from exitwave.workflows.config import dump_yaml
 from exitwave.workflows.nodes_spec import LaunchSection
 from exitwave.workflows.nodes_submit import (
     NodeJob,
@@ -26,6 +25,7 @@ from exitwave.workflows.nodes_submit import (
     submit_job,
 )
 from exitwave.workflows.pipeline import run_pipeline
+from exitwave.workflows.resolved import dump_yaml
 from exitwave.workflows.session import open_session
 
 SPEC = TrainSpec(steps=10)

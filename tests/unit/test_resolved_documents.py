@@ -10,9 +10,10 @@ import pytest
 from exitwave.ingest.errors import UsageError
 from exitwave.simulate.cluster_spec import SlurmSpec
 from exitwave.simulate.spec import CampaignSpec
-from exitwave.workflows.config import apply_overrides, dump_yaml, is_pipeline, parse_document, validate
+from exitwave.workflows.config import apply_overrides, is_pipeline, parse_document, validate
 from exitwave.workflows.pipeline_folder import _resolved, claim
 from exitwave.workflows.pipeline_spec import PipelineSpec, read_sections
+from exitwave.workflows.resolved import dump_yaml
 from exitwave.workflows.scaffold import template_names, template_text
 from exitwave.workflows.tune import _resolved as _resolved_search
 
@@ -63,6 +64,8 @@ def test_a_folder_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     for name in set(old["train"]) - spec.train.model_fields_set:
         del old["train"][name]
     (tmp_path / "pipeline.yaml").write_text(dump_yaml(old))
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "train.json").write_text("{}")  # a training has begun
     assert claim(tmp_path, spec, fresh=False)
     with pytest.raises(UsageError, match=r"train\.batch"):
         claim(tmp_path, read(template_text("quickstart"), PipelineSpec, "train.batch=3"), fresh=False)

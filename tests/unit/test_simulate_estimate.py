@@ -12,6 +12,7 @@ import pytest
 from line import environment
 
 from exitwave.ingest.errors import UsageError
+from exitwave.simulate.cost import duration
 from exitwave.simulate.estimate import can_estimate, estimate_campaign, staging_times
 from exitwave.simulate.plan import make_plan
 from exitwave.simulate.spec import CampaignSpec, CostSpec
@@ -108,3 +109,13 @@ def test_the_full_data_set_is_planned_quickly(tmp_path: Path) -> None:
     assert 4.9e14 < document["bytes"] < 5.1e14
     assert seconds < 30 and memory < 500e6
     assert len(document["staging"]) == 5 and "#SBATCH" in document["slurm_script"]
+
+
+def test_a_duration_counts_what_works_at_once_and_the_start_of_it() -> None:
+    elsewhere = {"workers": 8, "shards": 20}
+    assert duration(1.0, **elsewhere) == {"eta_s": pytest.approx(450), "start_s": 0}
+    assert duration(1.0, workers=8, shards=4)["eta_s"] == pytest.approx(900)  # a shard is one worker's
+    here = duration(1.0, **elsewhere, cores=2)
+    assert here["eta_s"] == pytest.approx(1800 + here["start_s"])
+    assert here["start_s"] > duration(1.0, workers=2, shards=20, cores=2)["start_s"] > 0
+    assert duration(None, **elsewhere) == {}

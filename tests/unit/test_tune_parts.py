@@ -10,9 +10,10 @@ import pytest
 
 from exitwave.ingest.errors import DamagedDataError, ExitwaveError, UsageError
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.config import dump_yaml, load_document, parse_document, validate
+from exitwave.workflows.config import load_document, parse_document, validate
 from exitwave.workflows.pipeline import read_pipeline
 from exitwave.workflows.pipeline_spec import PipelineSections
+from exitwave.workflows.resolved import dump_yaml
 from exitwave.workflows.tune import _best_pipeline, _claim, read_study
 from exitwave.workflows.tune_loop import ranks_for, rung_of
 from exitwave.workflows.tune_record import Folding, Trial, best_so_far, best_trial, counts, fold

@@ -17,7 +17,8 @@ from exitwave.ingest.manifest import load_manifest
 from exitwave.simulate.cluster_outcome import Outcome
 from exitwave.simulate.lease import Lease
 from exitwave.train.spec import TrainSpec
-from exitwave.workflows.config import dump_yaml, load_document
+from exitwave.workflows.config import load_document
+from exitwave.workflows.resolved import dump_yaml
 from exitwave.workflows.tune import _claim, _refuse_growing, _refuse_other_data, _resolved, read_study
 from exitwave.workflows.tune_loop import StudyLoop
 from exitwave.workflows.tune_record import fold

@@ -13,8 +13,6 @@ from exitwave.ingest.errors import UsageError
 from exitwave.simulate.spec import CampaignSpec
 from exitwave.workflows.config import (
     apply_overrides,
-    differences,
-    dump_yaml,
     load_document,
     parse_bytes,
     parse_document,
@@ -22,6 +20,7 @@ from exitwave.workflows.config import (
     validate,
 )
 from exitwave.workflows.pipeline_spec import read_sections
+from exitwave.workflows.resolved import differences, dump_yaml
 
 CAMPAIGN = """\
 name: x

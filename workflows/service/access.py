@@ -43,9 +43,11 @@ def load_token(path: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
         found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise UsageError(f"{path}: expected the token's file, found no plain file. Remove it, and one is made.")
         token = file.read(4096).strip()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise UsageError(

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from pydantic import BaseModel, ConfigDict, Field
 
 from exitwave.ingest.errors import ExitwaveError
-from exitwave.workflows.config import dump_yaml
+from exitwave.workflows.resolved import dump_yaml
 from exitwave.workflows.service.live import TooManyError
 from exitwave.workflows.service.runs import Conflict, Runs
 from exitwave.workflows.session import compact_json
@@ -33,6 +33,10 @@ class Submission(BaseModel):
 
     name: str = Field(min_length=1, max_length=100, description="Of the run's folder below the service's root.")
     configuration: str | dict[str, Any]
+    online: bool | None = Field(
+        default=None, description="Train while the campaign runs; null: if the configuration has a section `online`."
+    )
+    ranks: int | None = Field(default=None, ge=1, le=1024, description="Training processes; null: as it says.")
 
 
 class Command(BaseModel):
@@ -108,7 +112,9 @@ async def submit(request: Request, submission: Submission) -> Response:
     try:
         if not isinstance(text, str):
             text = await asyncio.to_thread(dump_yaml, text)
-        facts = await asyncio.to_thread(_runs(request).submit, submission.name, text)
+        facts = await asyncio.to_thread(
+            _runs(request).submit, submission.name, text, online=submission.online, ranks=submission.ranks
+        )
     except Conflict as error:
         raise HTTPException(409, str(error)) from None
     except (ExitwaveError, ValueError, TypeError, RecursionError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from exitwave.ingest.manifest import MANIFEST_NAME
+from exitwave.workflows.online_spec import SETTINGS_NAME
 
 __all__ = ["NAME", "Kind", "Place", "find_place", "read_inside", "scan"]
 
@@ -51,6 +52,11 @@ class Place:
     def training(self) -> Path | None:
         """The folder of its training; a study has many."""
         return {"pipeline": self.path / "train", "training": self.path}.get(self.kind)
+
+    @property
+    def is_online(self) -> bool:
+        """Whether it trains, or trained, while its campaign runs."""
+        return self.kind == "pipeline" and (self.path / "train" / SETTINGS_NAME).is_file()
 
 
 def scan(root: Path) -> list[Place]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from exitwave.ingest.errors import ExitwaveError
-from exitwave.ingest.files import FileLock
+from exitwave.ingest.files import FileLock, read_object
 from exitwave.workflows.service.catalogue import Place
 from exitwave.workflows.service.jobs import Job, Verdict
 from exitwave.workflows.service.rounds import rounds_table, study_status, trials_table
@@ -75,7 +74,7 @@ class Facts:
         """For the page of one run: with parts, loss curve, metrics."""
         facts = self._cached(place, verdict) | _who(place, job, verdict)
         if place.training is not None:
-            facts["metrics"] = _json(place.training / "metrics.json").get("metrics", {})
+            facts["metrics"] = read_object(place.training / "metrics.json").get("metrics", {})
             if "training" in facts:
                 with self._reading:
                     seen = self._follow(place)
@@ -123,12 +122,14 @@ def _read(place: Place, seen: TrainingSeen) -> dict[str, Any]:
             status = status_document(place.path, training=seen) if place.kind != "training" else {}
             if status.get("adaptive"):
                 facts["trials"] = rounds_table(status["adaptive"])
+        facts["status"] = status
+        facts["state"], facts["why"] = _state(place, facts)
     except (ExitwaveError, OSError) as error:
-        facts |= {"state": "unreadable", "why": str(error).splitlines()[0], "status": {}}
-        return facts
-    facts["status"] = status
-    facts["state"], facts["why"] = _state(place, facts)
-    facts["mode"] = "online" if (place.path / "online.json").exists() else "adaptive" if status.get("adaptive") else ""
+        return facts | {"state": "unreadable", "why": (str(error).splitlines() or [""])[0], "status": {}}
+    except Exception as error:  # what no writer of ours wrote must not take the other runs off the list
+        why = f"a file of it does not hold what it should ({type(error).__name__}: {str(error)[:200]})"
+        return facts | {"state": "unreadable", "why": why, "status": {}}
+    facts["mode"] = "online" if place.is_online else "adaptive" if status.get("adaptive") else ""
     if seen.any:
         facts["training"] = _training(seen)
     return facts
@@ -159,11 +160,3 @@ def _state(place: Place, facts: Mapping[str, Any]) -> tuple[str, str]:
 
 def _updated(place: Place) -> float:
     return max((mtime for mtime, _ in _signature(place, _TRUTHS)), default=0) / 1e9
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}

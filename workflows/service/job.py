@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from exitwave.ingest.files import FileLock, write_atomic
+from exitwave.ingest.files import FileLock, read_plain_text, write_atomic
 
 __all__ = ["EXIT", "JOB", "LOCK", "STOP", "main"]
 
@@ -35,7 +35,7 @@ def main(folder: Path) -> int:
     else:
         return 0
     (folder / EXIT).unlink(missing_ok=True)
-    arguments: list[str] = json.loads((folder / JOB).read_text())["arguments"]
+    arguments: list[str] = json.loads(read_plain_text(folder / JOB))["arguments"]
     threading.Thread(target=_obey, args=(folder / STOP,), daemon=True).start()
 
     from exitwave.workflows.cli import run
@@ -51,7 +51,7 @@ def _obey(stop: Path) -> None:
     sent = 0
     while sent < 2:
         try:
-            wanted = {"drain": 1, "cancel": 2}.get(stop.read_text().strip(), 0)
+            wanted = {"drain": 1, "cancel": 2}.get(read_plain_text(stop).strip(), 0)
         except OSError:
             wanted = 0
         if sent < wanted:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from exitwave.ingest.files import FileLock, write_atomic
+from exitwave.ingest.files import FileLock, open_to_read, read_plain_text, write_atomic
 from exitwave.workflows.service.job import EXIT, JOB, LOCK, STOP
 
 __all__ = ["Job", "JobState", "Jobs", "Verdict", "judge"]
@@ -140,7 +140,7 @@ class Jobs:
     def log(self, id: str, most: int = 64 * 1024) -> str:
         """The end of what its processes printed."""
         try:
-            with (self._folder / id / "log").open("rb") as file:
+            with os.fdopen(open_to_read(self._folder / id / "log"), "rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - most))
                 return file.read().decode(errors="replace")
@@ -163,7 +163,7 @@ class Jobs:
 
     def _read(self, folder: Path) -> Job | None:
         try:
-            data: dict[str, Any] = json.loads((folder / JOB).read_text())
+            data: dict[str, Any] = json.loads(read_plain_text(folder / JOB))
             return Job(**{**data, "arguments": tuple(data["arguments"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
@@ -174,6 +174,6 @@ class Jobs:
 
 def _code(folder: Path) -> int | None:
     try:
-        return int(json.loads((folder / EXIT).read_text())["code"])
+        return int(json.loads(read_plain_text(folder / EXIT))["code"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -103,9 +103,13 @@ class Runs:
         """`text` where it has been made already."""
         return self._texts.fresh(id)
 
-    def submit(self, name: str, text: str) -> dict[str, Any]:
-        """Write the configuration and let it run. Raises UsageError for a bad one, Conflict for a name in use."""
+    def submit(self, name: str, text: str, *, online: bool | None = None, ranks: int | None = None) -> dict[str, Any]:
+        """Write the configuration and let it run; `online`, `ranks` as options of the command line, None for none.
+
+        Raises UsageError for a bad one, Conflict for a name in use.
+        """
         document = checked(text, name=name, root=self.root)
+        verb = verb_of(document, online=online, ranks=ranks)
         with self._changing:
             if self.place(name) is not None:
                 raise Conflict(f"there is a run {name!r} already; choose another name, or resume that one")
@@ -113,7 +117,7 @@ class Runs:
                 path = write_new(document, name=name, root=self.root, began=False)
             except UsageError as error:
                 raise Conflict(str(error)) from None
-            self.jobs.want(name, arguments_for(path, self.root / name, verb=verb_of(document)))
+            self.jobs.want(name, arguments_for(path, self.root / name, verb=verb, ranks=ranks))
         self.jobs.reconcile()
         self._texts.forget(name)
         self._rows.forget("")
@@ -171,8 +175,7 @@ class Runs:
         name = {"pipeline": "pipeline.yaml", "study": "tune.yaml"}.get(place.kind, "campaign.yaml")
         if not (place.path / name).is_file():
             raise Conflict(f"{place.id} was not made by a campaign: there is nothing to go on with")
-        online = (place.path / "online.json").exists()
-        verb = _VERBS[place.kind] if not online else "online"
+        verb = "online" if place.is_online else _VERBS[place.kind]
         return arguments_for(place.path / name, place.path, verb=verb)
 
     def _stop(self, place: Place, how: Literal["drain", "cancel"]) -> None:

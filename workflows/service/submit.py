@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exitwave.ingest.errors import UsageError
-from exitwave.ingest.files import write_atomic
+from exitwave.ingest.files import read_plain, write_atomic
 from exitwave.workflows.campaigns import is_parametric
-from exitwave.workflows.config import Document, apply_overrides, dump_yaml, is_pipeline, parse_document, validate
+from exitwave.workflows.config import Document, apply_overrides, is_pipeline, parse_document, validate
+from exitwave.workflows.resolved import dump_yaml
 from exitwave.workflows.service.catalogue import NAME
 
 __all__ = ["Verb", "arguments_for", "checked", "verb_of", "write_new"]
@@ -167,19 +168,34 @@ def _is_left_over(path: Path) -> bool:
     """Whether the service wrote it, or was about to."""
     if path.is_symlink() or not path.is_file():
         return False
-    return path.stat().st_size == 0 or path.read_bytes().startswith(f"# {_OURS}\n".encode())
+    return path.stat().st_size == 0 or read_plain(path).startswith(f"# {_OURS}\n".encode())
 
 
-def arguments_for(configuration: Path, out: Path, *, verb: Verb) -> list[str]:
+def arguments_for(configuration: Path, out: Path, *, verb: Verb, ranks: int | None = None) -> list[str]:
     """The command line that does it, and goes on with it when given again."""
     words = ["run", str(configuration), "--online"] if verb == "online" else [verb, str(configuration)]
-    return [*words, "--out", str(out)]
+    return [*words, "--out", str(out), *(["--ranks", str(ranks)] if ranks is not None else [])]
 
 
-def verb_of(document: Document) -> Verb:
-    """What a submitted configuration asks for: a section `tune` for a search, `online` for training meanwhile."""
-    if not is_pipeline(document):
-        return "simulate"
-    if document.data.get("tune") is not None:
-        return "tune"
-    return "online" if document.data.get("online") is not None else "run"
+def verb_of(document: Document, *, online: bool | None = None, ranks: int | None = None) -> Verb:
+    """What a submission asks for: a section `tune` is a search, a section `online` or the word trains meanwhile.
+
+    `online`, `ranks`: what was said beside the configuration, None for nothing. Raises UsageError where that does not
+    go with it.
+    """
+    search = is_pipeline(document) and document.data.get("tune") is not None
+    if not is_pipeline(document) or search:
+        what = "a search trains as its section `tune` says" if search else "a campaign alone trains nothing"
+        for name, said in (("online", online), ("ranks", ranks)):
+            if said is not None:
+                raise UsageError(f"{name}: {what}: leave it out")
+        return "tune" if search else "simulate"
+    if online is None:
+        online = document.data.get("online") is not None
+    if online:
+        from exitwave.workflows.online_fit import refuse_unfit_online
+        from exitwave.workflows.pipeline_spec import PipelineSpec
+
+        spec = validate(document, PipelineSpec)
+        refuse_unfit_online(spec, ranks=ranks or spec.ranks, nodes=spec.launch.nodes)
+    return "online" if online else "run"

@@ -272,7 +272,9 @@ $("#submission")?.addEventListener("submit", async (event) => {
   button.disabled = true; // a second click is no second run
   say("");
   try {
-    const body = JSON.stringify({ name: form.elements.name.value, configuration: form.elements.configuration.value });
+    const { name, configuration, online, ranks } = form.elements;
+    const body = JSON.stringify({ name: name.value, configuration: configuration.value, // what is left empty is not said
+      ...(online.value && { online: online.value === "true" }), ...(ranks.value && { ranks: Number(ranks.value) }) });
     const run = await call("/api/runs", { method: "POST", body });
     if (run) location.href = `${root}/runs/${run.id}`;
   } catch (error) { say(error.message); showLine(error.message); $("#said").scrollIntoView({ block: "nearest" }); }

@@ -44,7 +44,7 @@ SLACK = 1.05
 EAGER = 3
 LONGER = 1.25
 # samples a structure, epochs, validations
-SIZES = {"tiny": (4, 6, 6), "small": (12, 16, 16), "full": (48, 16, 32)}
+SIZES = {"tiny": (4, 6, 6), "small": (12, 16, 16), "full": (48, 10, 30)}
 
 PIPELINE = """\
 name: online-against-offline
@@ -61,7 +61,7 @@ campaign:
   split: {{by: composition, val: 2, test: 1}}
   samples_per_structure: {samples}
   samples_per_shard: {shard}
-  cell: {{min_extent_A: 26.7}}
+  cell: {{min_extent_A: 20.0}}
   sampling:
     energy_keV: {{choice: [100, 200]}}
     semiangle_mrad: 12
@@ -69,7 +69,7 @@ campaign:
     thickness_A: {{uniform: [20, 60]}}
     scan_origin: random
   scan: {{shape: [8, 8], step_A: 0.5}}
-  grid: {{sampling_A: 0.25, max_gpts: 128, slice_thickness_A: 2.0}}
+  grid: {{sampling_A: 0.19, max_gpts: 128, slice_thickness_A: 2.0}}
   detector: {{shape: [32, 32], max_q_per_A: 1.2}}
   label: {{shape: [32, 32], blur_A: 0.3}}
 train:
@@ -91,7 +91,9 @@ def run(pipeline: Path, out: Path, *options: str) -> dict[str, Any]:
     """One arm: (seconds since the start, RMSE [V·Å]) of each validation, and what the parts took."""
     command = [sys.executable, "-m", "exitwave.workflows", "run", str(pipeline), "--out", str(out), *options]
     one = {"OMP_NUM_THREADS": "1"}  # a rank has one core, in each arm and layout
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | one)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | one)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     line, train = events(out / "events.jsonl"), events(out / "train" / "events.jsonl")
     began = line[0]["t"]
     parts = {e["part"]: e["seconds"] for e in line if e["kind"] == "part_finished"}
@@ -153,12 +155,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--cores", nargs="+", choices=("shared", "apart"), default=["shared", "apart"])
+    parser.add_argument("--work", type=Path, help="where to work; else the system's temporary folder")
     options = parser.parse_args()
     samples, epochs, validations = SIZES[options.size]
     cores = os.cpu_count() or 1
     steps = epochs * (13 * samples // 16)  # 16 compositions, of which 13 are for training
     rows = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=options.work) as name:
         folder = Path(name)
         for k in range(options.rounds):
             for layout in options.cores:

@@ -140,6 +140,8 @@ def _py4dstem_calibration(axes: tuple[CalibratedAxis, ...], params: np.void) -> 
         values["QR_rotation_degrees"] = float(params["scan_rotation_deg"])
     if "semiangle_mrad" in names:
         values["probe_convergence_semiangle_mrad"] = float(params["semiangle_mrad"])
+    # it has no names for these, but it keeps them, and of all metadata RosettaSciIO gives the calibration alone
+    values |= {name: float(params[name]) for name in ("energy_keV", "defocus_A") if name in names}
     return values
 
 

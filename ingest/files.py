@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,6 +51,9 @@ __all__ = [
 ]
 
 _CHUNK = 4 << 20
+
+# CRC-32C of bytes (uint8) that follow those of which the second argument is the checksum; 0 for none before.
+crc32c_more: Callable[[memoryview, int], int] = _crc32c
 
 
 def shard_path(shard_id: str) -> str:
@@ -125,11 +128,6 @@ def crc32c(array: np.ndarray[Any, Any]) -> int:
     """CRC-32C of a C-contiguous array's bytes, without a copy; other threads run meanwhile where it is large."""
     plain = array if array.dtype == np.uint8 else array.reshape(-1).view(np.uint8)
     return int(_crc32c(plain.data))
-
-
-def crc32c_more(data: memoryview, before: int) -> int:
-    """CRC-32C of bytes (uint8) that follow those of which `before` is the checksum; 0 for none before."""
-    return int(_crc32c(data, before))
 
 
 def fsync_dir(folder: Path) -> None:

@@ -137,13 +137,17 @@ def _described(signal: Mapping[str, Any], path: Path) -> Scan4D:
         q_sampling_per_A=frequency,
         q_sampling_mrad=angle,
         center=(-offsets[0] / scales[0], -offsets[1] / scales[1]) if calibrated else None,
-        energy_keV=_number(_at(metadata, "Acquisition_instrument", "TEM", "beam_energy"), ours.get("energy_keV")),
+        energy_keV=_number(
+            _at(metadata, "Acquisition_instrument", "TEM", "beam_energy"),
+            ours.get("energy_keV"),
+            theirs.get("energy_keV"),
+        ),
         semiangle_mrad=_number(
             _at(metadata, "Acquisition_instrument", "TEM", "convergence_angle"),
             ours.get("semiangle_mrad"),
             theirs.get("probe_convergence_semiangle_mrad"),
         ),
-        defocus_A=_number(ours.get("defocus_A"), zero=True),
+        defocus_A=_number(ours.get("defocus_A"), theirs.get("defocus_A"), zero=True),
         rotation_deg=_number(ours.get("scan_rotation_deg"), theirs.get("QR_rotation_degrees"), zero=True),
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from exitwave.train.keys import key_of
 
-__all__ = ["KeyedDropout", "set_dropout_key"]
+__all__ = ["KeyedDropout", "dropouts_of", "set_dropout_key", "set_keys"]
 
 
 class KeyedDropout(nn.Module):
@@ -61,6 +61,16 @@ class KeyedDropout(nn.Module):
 
 def set_dropout_key(model: nn.Module, *, seed: int, step: int, uids: Sequence[int]) -> None:
     """Gives every `KeyedDropout` of the model the key of the coming step; layers are numbered in the model's order."""
+    set_keys(dropouts_of(model), seed=seed, step=step, uids=uids)
+
+
+def dropouts_of(model: nn.Module) -> tuple[KeyedDropout, ...]:
+    """In the model's order; for who asks before each step and does not want to walk through the model each time."""
+    return tuple(module for module in model.modules() if isinstance(module, KeyedDropout))
+
+
+def set_keys(dropouts: Sequence[KeyedDropout], *, seed: int, step: int, uids: Sequence[int]) -> None:
+    """As `set_dropout_key`, for the dropouts of a model."""
     key = tuple(int(uid) for uid in uids)
-    for layer, module in enumerate(m for m in model.modules() if isinstance(m, KeyedDropout)):
+    for layer, module in enumerate(dropouts):
         module.set_key(seed=seed, step=step, uids=key, layer=layer)

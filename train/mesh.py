@@ -71,10 +71,24 @@ class Ranks:
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in float64."""
+        return self.start_sum(*values)()
+
+    def start_sum(self, *values: float) -> Callable[[], list[float]]:
+        """As `sum`, behind the caller's back: what is returned waits for the sums. Call it before the next collective.
+
+        A rank that starts it early has nothing to wait for by the time all the others have started it too.
+        """
         vector = torch.tensor(values, dtype=torch.float64)
         with self.contact():
-            dist.all_reduce(vector, group=self.process_group)
-        return [float(v) for v in vector]
+            work = dist.all_reduce(vector, group=self.process_group, async_op=True)
+
+        def collect() -> list[float]:
+            with self.contact():
+                work.wait()
+            sums: list[float] = vector.tolist()
+            return sums
+
+        return collect
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, in the order of ranks. The value is pickled."""
@@ -101,14 +115,25 @@ class Ranks:
 
     def agree(self, *, error: Exception | None = None, stop: bool = False, clock_s: float = 0.0) -> Agreement:
         """Whether any rank wants to stop, and rank 0's clock. All raise the error of any rank, naming it."""
-        failed, stopping, clock = self.sum(float(error is not None), float(stop), clock_s if self.is_first else 0.0)
-        if failed:
-            packed = self.gather(_packed(error) if error is not None else None)
-            if error is not None:
-                raise error
-            rank = next(i for i, entry in enumerate(packed) if entry is not None)
-            raise _unpacked(rank, packed[rank])
-        return Agreement(stop=stopping > 0, clock_s=clock)
+        return self.start_agree(error=error, stop=stop, clock_s=clock_s)()
+
+    def start_agree(
+        self, *, error: Exception | None = None, stop: bool = False, clock_s: float = 0.0
+    ) -> Callable[[], Agreement]:
+        """As `agree`, behind the caller's back: what is returned waits for it, and raises what it would raise."""
+        sums = self.start_sum(float(error is not None), float(stop), clock_s if self.is_first else 0.0)
+
+        def collect() -> Agreement:
+            failed, stopping, clock = sums()
+            if failed:
+                packed = self.gather(_packed(error) if error is not None else None)
+                if error is not None:
+                    raise error
+                rank = next(i for i, entry in enumerate(packed) if entry is not None)
+                raise _unpacked(rank, packed[rank])
+            return Agreement(stop=stopping > 0, clock_s=clock)
+
+        return collect
 
     def barrier(self) -> None:
         self.sum(0.0)

@@ -26,7 +26,7 @@ from exitwave.train.spec import TrainSpec
 from exitwave.train.tile_store import TileStore
 from exitwave.train.tiled_data import TileReader, TileView
 
-__all__ = ["SpatialMesh", "TilePlan", "mesh_of"]
+__all__ = ["SPLIT_TASKS", "SpatialMesh", "TilePlan", "mesh_of"]
 
 _MEMORY_SHARE = 0.5  # of what is free when the first tile is read
 
@@ -157,18 +157,22 @@ class SpatialMesh(Parallel):
         )
 
 
+# whose samples may be split over ranks, and are read by tiles
+SPLIT_TASKS = ("volume", "regress")
+
+
 def mesh_of(spec: TrainSpec, shape: tuple[int, int] | None, data: Path) -> Parallel:
     """How ranks share a training of `spec`; `shape`: (D, S), None to pick.
 
     Raises:
         UsageError: a task whose samples cannot be split.
     """
-    if spec.task != "reconstruct":
+    if spec.task in SPLIT_TASKS:
         return SpatialMesh(spec, shape, data=data)
     if shape is not None and shape[1] > 1:
         raise UsageError(
-            f"--mesh {shape[0]}x{shape[1]}: the task reconstruct interpolates over the whole scan and is not split; "
-            f"expected {shape[0] * shape[1]}x1, or the tasks volume or regress"
+            f"--mesh {shape[0]}x{shape[1]}: the task {spec.task} looks at whole samples, which are not split; "
+            f"expected {shape[0] * shape[1]}x1, or the tasks {' or '.join(SPLIT_TASKS)}"
         )
     return Parallel()
 

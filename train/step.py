@@ -1,6 +1,7 @@
 """One optimizer step.
 
-1. Forward and backward: the mean gradient over the global batch (gradients.py).
+1. Forward; then `decide`, which may end the training here; backward: the mean gradient over the global batch
+   (gradients.py). The loss travels beside the gradients, so that nobody waits for it.
 2. The loss over all ranks; one that is not finite stops all of them, naming samples and the first bad layer.
 3. fp16: gradients are divided by the loss scale. Where one overflowed, all ranks leave this update out, count it, and
    halve the scale; they decide alike, since they look at the same reduced gradients.
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,44 +36,68 @@ class StepOutcome:
     skipped: bool
 
 
-def take_step(training: Training, batch: Batch) -> StepOutcome:
-    """Every rank calls it with its part of the batch."""
-    training.module.train()
+def take_step(training: Training, batch: Batch, decide: Callable[[], None]) -> StepOutcome:
+    """Every rank calls it with its part of the batch.
+
+    `decide` is called after the forward pass, before gradients meet those of other ranks; what it raises ends the step
+    without a trace in parameters, optimizer and scale.
+    """
+    if not training.module.training:
+        training.module.train()
     training.optimizer.zero_grad(set_to_none=True)
-    losses = mean_gradients(training, batch)
-    bad = ~torch.isfinite(losses)
-    loss, n_bad = _over_ranks(training, losses, bad)
+    known: list[torch.Tensor] = []
+    over_ranks: list[Callable[[], tuple[float, float]]] = []
+
+    def forwarded(losses: torch.Tensor) -> None:
+        decide()
+        known.append(losses)
+        over_ranks.append(_over_ranks(training, losses))
+
+    mean_gradients(training, batch, forwarded=forwarded)
+    loss, n_bad = over_ranks[0]()
     if n_bad:
+        bad = ~torch.isfinite(known[0])
         with training.autocast():
             raise not_finite(training.ranks, training.module, batch, bad, step=training.step + 1)
     norm, skipped = _update(training)
     return StepOutcome(loss=loss, gradient_norm=norm, skipped=skipped)
 
 
-def _over_ranks(training: Training, losses: torch.Tensor, bad: torch.Tensor) -> tuple[float, float]:
-    """(loss over the global batch, number of samples without a finite one)"""
+def _over_ranks(training: Training, losses: torch.Tensor) -> Callable[[], tuple[float, float]]:
+    """To be called when gradients have met: (loss over the global batch, number of samples without a finite one)."""
     ranks = training.ranks
     copies = ranks.info.world_size / training.plan.size  # of each sample, where ranks share them
+    divisor = training.spec.batch * copies
     if training.spec.deterministic == "any-ranks":
-        # rounded once, at the end: the order of samples and ranks does not matter
-        every = [value for part in ranks.gather(losses.double().tolist()) for value in part]
-        n_bad = float(sum(not math.isfinite(value) for value in every))
-        total = math.nan if n_bad else math.fsum(every)
-    else:
-        total, n_bad = ranks.sum(float(losses.sum()), float(bad.sum()))
-    return total / (training.spec.batch * copies), n_bad
+
+        def rounded_once() -> tuple[float, float]:
+            # at the end: the order of samples and ranks does not matter
+            every = [value for part in ranks.gather(losses.double().tolist()) for value in part]
+            n_bad = float(sum(not math.isfinite(value) for value in every))
+            return (math.nan if n_bad else math.fsum(every)) / divisor, n_bad
+
+        return rounded_once
+    here = float(losses.sum())
+    # a sum that is finite has no part that is not
+    sums = ranks.start_sum(here, 0.0 if math.isfinite(here) else float((~torch.isfinite(losses)).sum()))
+
+    def added() -> tuple[float, float]:
+        total, n_bad = sums()
+        return total / divisor, n_bad
+
+    return added
 
 
 def _update(training: Training) -> tuple[float | None, bool]:
     spec, scaler = training.spec, training.scaler
     if scaler is not None:
         training.engine.unscale_(scaler, training.optimizer)
-    norm: torch.Tensor | None = None
+    norm: float | None = None
     # With overlap "step" a norm is a barrier; without clipping a gradient that is not finite shows in the next loss.
     if spec.optimizer.clip is not None or spec.engine.overlap != "step":
         # the norm is that of the averaged gradient, so every rank sees the same and decides the same
-        norm = training.engine.clip_grad_norm_(spec.optimizer.clip or float("inf"))
-        if scaler is None and not torch.isfinite(norm):
+        norm = float(training.engine.clip_grad_norm_(spec.optimizer.clip or float("inf")))
+        if scaler is None and not math.isfinite(norm):
             raise _lost(training, "the loss is finite but its gradient is not")
     if scaler is None:
         training.optimizer.step()
@@ -87,7 +113,7 @@ def _update(training: Training) -> tuple[float | None, bool]:
     if training.ema is not None:
         with training.engine.full_parameters():
             training.ema.update(training.step)
-    return None if norm is None else float(norm), False
+    return norm, False
 
 
 def _lost(training: Training, why: str) -> ExitwaveError:

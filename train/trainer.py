@@ -33,7 +33,7 @@ from exitwave.train.online import Online, open_arrivals
 from exitwave.train.parallel import Parallel
 from exitwave.train.recorder import Recorder
 from exitwave.train.run import claim_run
-from exitwave.train.spatial_mesh import SpatialMesh
+from exitwave.train.spatial_mesh import SPLIT_TASKS, SpatialMesh
 from exitwave.train.spec import TrainSpec
 from exitwave.train.state import latest_checkpoint
 from exitwave.train.task import task_of
@@ -104,7 +104,7 @@ def _never() -> bool:
 
 def _parallel_of(spec: TrainSpec) -> Parallel:
     """Data parallelism; tasks that read tiles have their own, of which one tile is the whole sample."""
-    return Parallel() if spec.task in ("reconstruct", "classify") else SpatialMesh(spec, None)
+    return SpatialMesh(spec, None) if spec.task in SPLIT_TASKS else Parallel()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from exitwave.ingest import GlobalSampler, GrowingDataset, ReservoirSampler, ShardDataset
 from exitwave.ingest.prefetch import Prefetcher
 from exitwave.train.allreduce.engine import GroupedAllreduce
+from exitwave.train.dropout import KeyedDropout, dropouts_of
 from exitwave.train.ema import Ema
 from exitwave.train.mesh import Ranks
 from exitwave.train.online import Arrivals
@@ -66,6 +68,11 @@ class Training:
     prefetcher: Prefetcher | None = None
     arrivals: Arrivals | None = None
     started: float = field(default_factory=time.perf_counter)
+
+    @cached_property
+    def dropouts(self) -> tuple[KeyedDropout, ...]:
+        """Those of the module that want to be told each step's key."""
+        return dropouts_of(self.module)
 
     def emit(self, kind: str, **fields: Any) -> None:
         if self.recorder is not None:

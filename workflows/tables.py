@@ -178,11 +178,12 @@ def metrics_table(document: Row) -> Group:
         about = f"these {other['n']} samples alone, for every method; {other['library']}: {other['how']}"
         parts += [Text(""), _scores(other["metrics"]), Text(about, style="dim")]
     if document.get("targets"):
-        aims = _table("aim", "reached", "wanted", "", right=("reached", "wanted"))
+        aims = _table("exitwave's own aim", "reached", "wanted", "", right=("reached", "wanted"))
         for row in document["targets"]:
             met = "met" if row["holds"] else "missed"
             aims.add_row(row["name"], _figure(row["value"]), _figure(row["target"]), met)
-        parts += [Text(""), aims]
+        whose = "what exitwave asks of the network of examples/reconstruct.yaml; a shorter training may miss it"
+        parts += [Text(""), aims, Text(whose, style="dim")]
     notes = [document.get(key) for key in ("edge_note", "step_note", "focus_note")]
     tail = [_about(document), *(note for note in notes if note)]
     return Group(*parts, Text(""), *(Text(line, style="dim") for line in tail))

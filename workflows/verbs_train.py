@@ -140,7 +140,8 @@ def train(
     purpose="Measure a trained network on structures that it never saw, beside classical methods.",
     more="Potential over thickness, offset removed for all; each classical method has one scale, fitted on validation. "
     "Where the scan is coarser than λ/(4α), --dense gives iDPC and centre of mass a denser scan of the same dose: the "
-    "same campaign simulated again with another scan.shape and scan.step_A.",
+    "same campaign simulated again with another scan.shape and scan.step_A. The aims printed are exitwave's own, those "
+    "of its example `reconstruct`; a quick training may miss them.",
     example="exitwave evaluate runs/a --data data/quick --split test",
     then="`exitwave report RUN` for pictures and curves.",
     codes="0 measured; 2 no trained model, or no such split; 3 damaged data.",

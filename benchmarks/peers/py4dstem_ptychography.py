@@ -1,25 +1,32 @@
 """Ptychography by py4DSTEM, with a known probe: a script for an environment of its own (it needs an older NumPy).
 
-    python benchmarks/peers/py4dstem_ptychography.py WORK
+    python benchmarks/peers/py4dstem_ptychography.py WORK SETTINGS_JSON
 
-WORK/settings.json is a list of settings (`DEFAULT` below says which and what they mean); each WORK/sample-*.npz holds
+SETTINGS_JSON is a list of settings (`DEFAULT` below says which and what they mean); each WORK/sample-*.npz holds
 one experiment: `counts` (Ry, Rx, Q, Q) with zero frequency at [Q//2, Q//2], `vacuum` (Q, Q) the mean pattern without a
 specimen, `energy_eV`, `defocus_A` (positive: the crossover lies downstream of the entrance surface), `q_per_A` (a
 detector pixel), `step_A`, `thickness_A`, `label_shape`, `label_A` (a label pixel; its [0, 0] lies at the first probe)
-and `label_blur_A`. Detector, scan and label share their axes. Written beside each sample: `made-*.npz` with `image_VA`
-(settings, H, W) projected potential [V·Å], and `iterations`, `error`, `converged`, `seconds` (settings,). Prints
-{"version"}.
+and `label_blur_A`. Detector, scan and label share their axes.
+
+For each sample and each of the settings a file is written, whole or not at all, and found again by the next run:
+made-SAMPLE-KEY.npz with `image_VA` (stops, blurs, H, W) projected potential [V·Å] after `stops` iterations, the last of
+them where it ended, blurred by `blurs` times the label's own blur; `errors` (iterations,), `converged`, `seconds`. One
+line of JSON is printed for each: {"file", "seconds", "kept"}; the last one is {"version"}.
 
 The probe is known: amplitudes of the vacuum pattern, and the phases -χ(k) = π λ defocus k² of its defocus. The vacuum
 pattern matters: with an ideal aperture instead, the disc's rim, a pixel wide, outweighs what a thin specimen does. The
 object is a potential in radians, one slice or several with free space between (Maiden, Humphry, Rodenburg, JOSA A 29,
-1606 (2012)), whose sum is the image. Gradient descent goes on until the error (py4DSTEM's own: squared difference of
-amplitudes over the counts) falls by less than `tolerance` of itself in ten iterations, or to `most` iterations.
+1606 (2012)), whose sum is the image. Gradient descent goes on to `most` iterations or until it has *converged*: the
+algorithm's own error (py4DSTEM's: squared difference of amplitudes over the counts) has flattened, it fell by less than
+`tolerance` of itself in the last ten iterations. That says nothing of whether the image is right: a model that cannot
+explain the patterns comes to rest too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -35,11 +42,12 @@ DEFAULT: dict[str, Any] = {
     "batch": 4,  # patterns an update
     "positive": True,  # no potential below zero
     "lowpass_per_A": None,  # Butterworth
-    "blur": 1.0,  # Gaussian of the result, in units of the label's own
-    "tolerance": 0.005,
+    "tolerance": 0.002,
     "most": 300,
 }
 _CHUNK = 10
+_STOPS = (20, 50, 100, 200)
+_BLURS = (0.75, 1.0, 1.5)
 
 
 def wavelength_A(energy_eV: float) -> float:
@@ -72,8 +80,8 @@ def on_label(image: Any, pixel_A: float, offset_px: int, shape: tuple[int, ...],
     return (np.exp(2j * np.pi * np.outer(y, ky)) @ spectrum @ np.exp(2j * np.pi * np.outer(kx, x))).real
 
 
-def reconstruct(sample: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, int, float, bool]:
-    """Image [V·Å] on the label's pixels, iterations, error, and whether it came to rest."""
+def reconstruct(sample: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """`image_VA`, `stops`, `blurs`, `errors` and `converged` of one experiment (see above)."""
     from py4DSTEM.process.phase import MultislicePtychography, SingleslicePtychography
 
     counts = np.asarray(sample["counts"], dtype=np.float64)
@@ -122,36 +130,50 @@ def reconstruct(sample: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, 
     if slices > 1:
         options |= {"identical_slices": settings["identical"], "kz_regularization_filter": False}
         options["tv_denoise_chambolle"] = False
-    before, error, done, rest = np.inf, np.inf, 0, False
-    while done < settings["most"] and not rest:
-        engine.reconstruct(**options, reset=done == 0)
-        done += _CHUNK
-        before, error = error, float(engine.error_iterations[-1])
-        rest = bool(error > (1.0 - settings["tolerance"]) * before)
-    phase = np.asarray(engine._object, dtype=np.float64)
-    phase = phase if slices == 1 else phase.sum(axis=0)
-    shape_out = tuple(int(m) for m in sample["label_shape"])
-    blur = settings["blur"] * float(sample["label_blur_A"])
-    image = on_label(phase, pixel, offset, shape_out, float(sample["label_A"]), blur)
-    return image / sigma_rad_per_VA(energy), done, error, rest
+    label = (tuple(int(m) for m in sample["label_shape"]), float(sample["label_A"]))
+
+    def images() -> list[Any]:
+        phase = np.asarray(engine._object, dtype=np.float64)
+        phase = phase if slices == 1 else phase.sum(axis=0)
+        blurs = [blur * float(sample["label_blur_A"]) for blur in _BLURS]
+        return [on_label(phase, pixel, offset, *label, blur) / sigma_rad_per_VA(energy) for blur in blurs]
+
+    errors: list[float] = []
+    stops, made, rest = [], [], False
+    while len(errors) < settings["most"] and not rest:
+        engine.reconstruct(**options, reset=not errors)
+        errors += [float(error) for error in engine.error_iterations[-_CHUNK:]]
+        rest = len(errors) > _CHUNK and errors[-1] > (1.0 - settings["tolerance"]) * errors[-1 - _CHUNK]
+        if len(errors) in _STOPS or rest or len(errors) >= settings["most"]:
+            stops.append(len(errors))
+            made.append(images())
+    return {"image_VA": np.array(made), "stops": stops, "blurs": _BLURS, "errors": errors, "converged": rest}
 
 
-def main(work: Path) -> None:
+def key(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def main(work: Path, given: list[dict[str, Any]]) -> None:
     import py4DSTEM
 
-    chosen = [DEFAULT | given for given in json.loads((work / "settings.json").read_text())]
-    for path in sorted(work.glob("sample-*.npz")):
-        with np.load(path) as file:
-            sample = dict(file)
-        made: dict[str, list[Any]] = {name: [] for name in ("image_VA", "iterations", "error", "converged", "seconds")}
-        for settings in chosen:
-            began = time.perf_counter()
-            for name, value in zip(made, reconstruct(sample, settings), strict=False):
-                made[name].append(value)
-            made["seconds"].append(time.perf_counter() - began)
-        np.savez(path.with_name(path.name.replace("sample-", "made-")), **{k: np.array(v) for k, v in made.items()})
+    for settings in (DEFAULT | one for one in given):
+        for path in sorted(work.glob("sample-*.npz")):
+            out = path.with_name(f"{path.stem.replace('sample-', 'made-')}-{key(settings)}.npz")
+            began, kept = time.perf_counter(), out.exists()
+            if not kept:
+                with np.load(path) as file:
+                    made = reconstruct(dict(file), settings)
+                beside = out.with_suffix(".tmp")
+                with beside.open("wb") as stream:
+                    np.savez(stream, **made, seconds=time.perf_counter() - began, settings=json.dumps(settings))
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                beside.rename(out)
+            seconds = time.perf_counter() - began
+            print(json.dumps({"file": out.name, "seconds": seconds, "kept": kept}), flush=True)
     print(json.dumps({"version": py4DSTEM.__version__}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

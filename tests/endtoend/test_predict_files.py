@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import train_data as fake
@@ -90,10 +91,9 @@ def test_a_large_scan_becomes_one_calibrated_image(
     kind: str, run: Path, large: dict[str, Any], files: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / f"potential.{kind}"
-    said = {"energy_keV": energy(large)} if kind == "emd" else {}  # EMD files hold no energy
-    told = predicted(run, files[kind], out, **said)
+    told = predicted(run, files[kind], out)
     assert told["windows"] == 49 and told["views"] == 8 and told["outside_training"] == []
-    assert told["conditions"]["origin"]["semiangle_mrad"] == "file"
+    assert told["conditions"]["origin"]["semiangle_mrad"] == told["conditions"]["origin"]["energy_keV"] == "file"
     assert (tmp_path / "potential.png").read_bytes().startswith(b"\x89PNG")
     from rsciio import emd, hspy
 
@@ -205,7 +205,10 @@ def test_bad_input_is_one_message_each(
         return str(caught.value)
 
     emd = files["emd"]
-    assert "give --energy-keV" in refused(emd)
+    silent = Path(shutil.copy(emd, tmp_path / "silent.emd"))
+    with h5py.File(silent, "r+") as file:
+        del file["exitwave/metadatabundle/calibration/energy_keV"]
+    assert "give --energy-keV" in refused(silent)
     assert "given in eV?" in refused(emd, energy_keV=200000.0)
     text = refused(emd, energy_keV=300.0, semiangle_mrad=35.0)
     assert "energy_keV is 300 keV, the model was trained on 100 to 200 keV" in text and "--force" in text
@@ -216,12 +219,12 @@ def test_bad_input_is_one_message_each(
     assert "no such file" in refused(tmp_path / "none.emd")
     (tmp_path / "words.emd").write_text("not a file of that kind")
     assert "not readable as EMD" in refused(tmp_path / "words.emd")
-    shutil.copy(emd, tmp_path / "scan.h5")  # as py4DSTEM calls it
+    shutil.copy(silent, tmp_path / "scan.h5")  # as py4DSTEM calls it
     assert "give --energy-keV" in refused(tmp_path / "scan.h5")
     shutil.copy(emd, tmp_path / "scan.xyz")
     assert "RosettaSciIO reads no files called .xyz" in refused(tmp_path / "scan.xyz")
     done = subprocess.run(
-        [sys.executable, "-m", "exitwave.workflows", "predict", run, emd, "--out", tmp_path / "o.hspy"],
+        [sys.executable, "-m", "exitwave.workflows", "predict", run, silent, "--out", tmp_path / "o.hspy"],
         capture_output=True,
         text=True,
     )

@@ -223,8 +223,8 @@ def test_parameters_that_are_not_finite_are_never_saved(data, tmp_path, last, mo
     spec = {**SPEC, "steps": 5 if last else 8, "engine": {**SPEC["engine"], "overlap": "step"}}
     step = loop.take_step
 
-    def poisoned(training, batch):
-        outcome = step(training, batch)
+    def poisoned(training, batch, decide):
+        outcome = step(training, batch, decide)
         if training.step == 4:  # the fifth, after which a checkpoint is due
             with torch.no_grad():
                 next(training.module.parameters()).fill_(float("nan"))

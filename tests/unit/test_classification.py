@@ -10,7 +10,9 @@ import train_data
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.evaluate_classes import class_scores, evaluate_classes
+from exitwave.train.parallel import Parallel
 from exitwave.train.run import load_model, saved_task
+from exitwave.train.spatial_mesh import mesh_of
 from exitwave.train.spec import TrainSpec
 from exitwave.train.trainer import train
 
@@ -57,3 +59,12 @@ def test_one_class_is_refused(tmp_path):
     data = train_data.make_dataset(tmp_path / "set", train=2, val=1, test=1, per_material=4, scan=1, label=4)
     with pytest.raises(UsageError, match="one space group"):
         train(SPEC, data=data, out=tmp_path / "run", threads=1)
+
+
+@pytest.mark.parametrize("task", ["classify", "reconstruct"])
+def test_ranks_share_batches_and_never_split_a_pattern(task, tmp_path):
+    spec = TrainSpec.model_validate({"task": task, "steps": 1})
+    assert type(mesh_of(spec, None, tmp_path)) is Parallel
+    assert type(mesh_of(spec, (2, 1), tmp_path)) is Parallel
+    with pytest.raises(UsageError, match=f"--mesh 1x2: the task {task} looks at whole samples.*expected 2x1"):
+        mesh_of(spec, (1, 2), tmp_path)

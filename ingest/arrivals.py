@@ -28,7 +28,7 @@ __all__ = [
     "ARRIVALS_NAME",
     "ArrivalLog",
     "ReservoirSettings",
-    "may_begin",
+    "may_validate",
     "read_log",
     "refuse_difference",
     "steps_allowed",
@@ -80,22 +80,21 @@ class ReservoirSettings:
 def steps_allowed(settings: ReservoirSettings, *, batch: int, arrived: int, ended: bool) -> int | None:
     """How many steps of `batch` samples may have been taken when `arrived` samples are there; None: as many as asked.
 
-    `ended`: no more will come. Whether the first one may be taken says `may_begin`.
+    `ended`: no more will come. The first one waits for the watermark.
     """
     if ended or arrived >= settings.planned:
         return None
     return max(1, int(min(settings.max_reuse * arrived / batch + 1e-9, _MOST_STEPS)))
 
 
-def may_begin(settings: ReservoirSettings, *, arrived: int, val: int, val_planned: int) -> bool:
-    """Whether the first step may be taken: the watermark has come, and validation is whole.
+def may_validate(settings: ReservoirSettings, *, arrived: int, val: int, val_planned: int, ended: bool) -> bool:
+    """Whether a loss over the `val` samples of validation that are there can be compared with later ones: all that were
+    planned have come, or no more will.
 
-    Shards of validation may fail for good: then twice the watermark will do, with some of it. `val_planned`: 0 where
-    nobody validates.
+    Shards of validation may fail for good. They are asked for before the second watermark of training samples: when
+    that has come, some of validation will do.
     """
-    if arrived < settings.watermark:
-        return False
-    return val >= val_planned or (val > 0 and arrived >= min(2 * settings.watermark, settings.planned))
+    return ended or val >= val_planned or (val > 0 and arrived >= min(2 * settings.watermark, settings.planned))
 
 
 class ArrivalLog:

@@ -27,7 +27,7 @@ from exitwave.ingest.arrivals import (
     ARRIVALS_NAME,
     ArrivalLog,
     ReservoirSettings,
-    may_begin,
+    may_validate,
     read_log,
     refuse_difference,
     steps_allowed,
@@ -59,8 +59,8 @@ _POLL_S = 0.2
 class Online:
     """How a training meets its data.
 
-    val_planned: samples of the validation split that are waited for before the first step. replay: the log of arrivals
-    of a finished training that is done again.
+    val_planned: samples of the validation split that are waited for before the first validation. replay: the log of
+    arrivals of a finished training that is done again.
     """
 
     settings: ReservoirSettings
@@ -225,7 +225,7 @@ class Arrivals:
         arrived = self._look_at.n_arrived(seq)
         if ended and arrived == 0:
             raise UsageError(f"{self._look_at.root}: the campaign has ended without a sample for training")
-        if not (self.decided or ended or self._may_begin(arrived)):
+        if not (self.decided or ended or arrived >= self.online.settings.watermark):
             return 0, seq
         allowed = steps_allowed(self.online.settings, batch=self._spec.batch, arrived=arrived, ended=ended)
         if allowed is not None and self.waiting():  # only steps make room for those that wait
@@ -236,10 +236,17 @@ class Arrivals:
             self._log.append(self.decided, seq, samples=arrived, shards_digest=digest)
         return decided, seq
 
-    def _may_begin(self, arrived: int) -> bool:
+    def may_validate(self) -> bool:
+        """Whether the validation split is there, as far as it ever will be. A collective of the main thread."""
+        return self._ranks.from_first(self._validation_is_there)
+
+    def _validation_is_there(self) -> bool:
         assert self._look_at is not None
+        ended = self.replaying or self._mark.exists()  # before the look at the manifest
+        arrived = self._look_at.n_arrived(self._look_at.refresh(at_once=ended))
         val = sum(s.n for s in self._look_at.data.manifest.shards if s.split == self._spec.val_split)
-        return may_begin(self.online.settings, arrived=arrived, val=val, val_planned=self.online.val_planned)
+        planned = self.online.val_planned
+        return may_validate(self.online.settings, arrived=arrived, val=val, val_planned=planned, ended=ended)
 
     def seq_of(self, step: int) -> int:
         """The line that `step` knows; waits until that is decided. InterruptedRunError when it never will be."""

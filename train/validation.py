@@ -13,8 +13,14 @@ __all__ = ["validate"]
 
 
 def validate(training: Training) -> None:
-    """Its samples dealt out to the ranks; evaluation noise, no augmentation. Errors are told in physical units too."""
+    """Its samples dealt out to the ranks; evaluation noise, no augmentation. Errors are told in physical units too.
+
+    While a campaign has not brought the whole split yet, none is done: its loss could not be compared with later ones.
+    """
     spec, ranks, plan = training.spec, training.ranks, training.plan
+    if training.arrivals is not None and not training.arrivals.may_validate():
+        training.emit("train_eval_postponed", step=training.step, split=spec.val_split)
+        return
     loss = count = 0.0
     squares: dict[str, float] = {}
     error: Exception | None = None

@@ -111,7 +111,8 @@ class OnlineRun:
         """In a thread of its own: all that it starts inherits its niceness."""
         try:
             _stand_back(self.section.worker_niceness)
-            order = arrival_order(self.spec, self.spec.seed)
+            plan = self.planned.plan
+            order = arrival_order(self.spec, plan, settings_of(self.section, plan, self.spec).watermark)
             with self.part("simulate"):
                 result = run_planned(
                     self.session, self.planned, self.dataset,

@@ -79,13 +79,29 @@ def settings_of(section: OnlineSection, plan: CampaignPlan, spec: TrainSpec) -> 
     return ReservoirSettings(planned=planned, watermark=watermark, capacity=capacity, max_reuse=reuse)
 
 
-def arrival_order(spec: TrainSpec, seed: int) -> Callable[[CampaignTask], Any]:
-    """What the campaign's tasks are sorted by: first validation, so that its losses can be compared from the first to
-    the last; then training in random order, so that what has arrived is at any time a fair part of what will; then
-    what is for the test."""
-    place = {spec.val_split: 0, spec.train_split: 1}
+def arrival_order(spec: TrainSpec, plan: CampaignPlan, watermark: int) -> Callable[[CampaignTask], Any]:
+    """What the campaign's tasks are sorted by.
+
+    1. Training samples up to the watermark: the ranks have something to do as soon as can be.
+    2. Validation, meanwhile; whole, so that its losses can be compared from the first to the last.
+    3. The other training samples. All of them are in one random order, so that what has arrived is at any time a fair
+       part of what will.
+    4. What is for the test.
+    """
+
+    def chance(task: CampaignTask) -> int:
+        return mix64(spec.seed + task.index)
+
+    first: set[int] = set()
+    samples = 0
+    for task in sorted((task for task in plan.tasks if task.split == spec.train_split), key=chance):
+        if samples >= watermark:
+            break
+        first.add(task.index)
+        samples += len(task.sample_indices)
+    place = {spec.val_split: 1, spec.train_split: 2}
 
     def key(task: CampaignTask) -> tuple[int, int]:
-        return place.get(task.split, 2), mix64(seed + task.index)
+        return 0 if task.index in first else place.get(task.split, 3), chance(task)
 
     return key

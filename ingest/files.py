@@ -90,7 +90,7 @@ def open_to_read(path: Path) -> int:
     if not stat.S_ISREG(mode):
         os.close(fd)
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            raise IsADirectoryError(errno.EISDIR, "a folder, not a plain file", str(path))
         raise NotAPlainFileError(errno.EINVAL, _NOT_PLAIN, str(path))
     return fd
 

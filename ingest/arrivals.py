@@ -87,14 +87,14 @@ def steps_allowed(settings: ReservoirSettings, *, batch: int, arrived: int, ende
     return max(1, int(min(settings.max_reuse * arrived / batch + 1e-9, _MOST_STEPS)))
 
 
-def may_validate(settings: ReservoirSettings, *, arrived: int, val: int, val_planned: int, ended: bool) -> bool:
+def may_validate(*, val: int, val_planned: int, ended: bool) -> bool:
     """Whether a loss over the `val` samples of validation that are there can be compared with later ones: all that were
     planned have come, or no more will.
 
-    Shards of validation may fail for good. They are asked for before the second watermark of training samples: when
-    that has come, some of validation will do.
+    How many training samples are there says nothing of it: workers overtake each other, a shard may hold several
+    watermarks, and a shard of validation whose first attempt failed comes last.
     """
-    return ended or val >= val_planned or (val > 0 and arrived >= min(2 * settings.watermark, settings.planned))
+    return ended or val >= val_planned
 
 
 class ArrivalLog:

@@ -243,10 +243,9 @@ class Arrivals:
     def _validation_is_there(self) -> bool:
         assert self._look_at is not None
         ended = self.replaying or self._mark.exists()  # before the look at the manifest
-        arrived = self._look_at.n_arrived(self._look_at.refresh(at_once=ended))
+        self._look_at.refresh(at_once=ended)
         val = sum(s.n for s in self._look_at.data.manifest.shards if s.split == self._spec.val_split)
-        planned = self.online.val_planned
-        return may_validate(self.online.settings, arrived=arrived, val=val, val_planned=planned, ended=ended)
+        return may_validate(val=val, val_planned=self.online.val_planned, ended=ended)
 
     def seq_of(self, step: int) -> int:
         """The line that `step` knows; waits until that is decided. InterruptedRunError when it never will be."""

@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from exitwave.workflows.launch import locked, make_folder, start_ranks
 from exitwave.workflows.online_spec import SETTINGS_NAME, OnlineSection, arrival_order, planned_samples, settings_of
 from exitwave.workflows.session import Session
 
-__all__ = ["OnlineRun", "find_replay"]
+__all__ = ["OnlineRun", "find_replay", "left_out"]
 
 _POLL_S = 0.2
 
@@ -152,13 +152,20 @@ class OnlineRun:
         self.live.feed(event)
 
     def _tell_reuse(self) -> None:
-        """How often samples were used: a few much more often than others would be a bias."""
-        told = [e for e in read_events(self.folder / "events.jsonl") if e["kind"] == "train_reservoir"]
+        """How often samples were used: a few much more often than others would be a bias. And what is missing from the
+        curve of validation."""
+        events = read_events(self.folder / "events.jsonl")
+        told = [e for e in events if e["kind"] == "train_reservoir"]
         if told:
             uses = [count for count, samples in told[-1]["reuse"] for _ in range(samples)]
             never = f", {uses.count(0)} never" if 0 in uses else ""
             span = f"{uses[0]} to {uses[-1]} times, half of them {uses[len(uses) // 2]} or less{never}"
             self.session.note(f"train: samples were used {span}")
+        without, due = left_out(events)
+        if without:
+            self.session.note(
+                f"train: {without} of {due} validations were left out: the validation split was not whole by then"
+            )
 
     def _await_manifest(self) -> bool:
         """False when there will be none: the campaign was stopped or refused before it began."""
@@ -166,6 +173,16 @@ class OnlineRun:
             if self._ended.wait(_POLL_S):
                 break
         return self._error is None and (self.dataset / MANIFEST_NAME).exists()
+
+
+def left_out(events: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """(validations that were left out, all that were due) of a training that may have gone on several times."""
+    steps: dict[str, set[Any]] = {"train_eval": set(), "train_eval_postponed": set()}
+    for event in events:
+        if event["kind"] in steps:
+            steps[event["kind"]].add(event.get("step"))
+    done, postponed = steps.values()
+    return len(postponed - done), len(postponed | done)
 
 
 def _stand_back(niceness: int) -> None:

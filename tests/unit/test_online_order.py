@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exitwave.ingest.arrivals import ReservoirSettings, may_validate
+from exitwave.ingest.arrivals import may_validate
 from exitwave.train.spec import TrainSpec
+from exitwave.workflows.online import left_out
 from exitwave.workflows.online_spec import arrival_order
 
 TASKS = st.lists(st.tuples(st.sampled_from(["train", "val", "test", "new"]), st.integers(1, 5)), max_size=60)
@@ -43,14 +44,17 @@ def test_the_watermark_then_validation_then_the_rest_then_the_test(
 
 
 def test_validation_waits_until_it_is_whole_or_never_will_be() -> None:
-    settings = ReservoirSettings(planned=100, watermark=10, capacity=100, max_reuse=3.0)
+    assert not may_validate(val=7, val_planned=8, ended=False), "the eighth may still come, after all training samples"
+    assert may_validate(val=8, val_planned=8, ended=False)
+    assert may_validate(val=7, val_planned=8, ended=True), "shards that fail for good are not waited for any longer"
+    assert may_validate(val=0, val_planned=8, ended=True), "what is wrong then is told by the validation itself"
 
-    def may(arrived: int, val: int, ended: bool = False) -> bool:
-        return may_validate(settings, arrived=arrived, val=val, val_planned=8, ended=ended)
 
-    assert not may(10, 0)
-    assert not may(19, 7)
-    assert may(10, 8)
-    assert may(20, 7), "shards of validation that fail for good are not waited for"
-    assert not may(20, 0), "there is nothing to validate on yet"
-    assert may(10, 0, ended=True), "what is wrong then is told by the validation itself"
+def test_validations_left_out_are_counted_once_and_not_where_they_were_done_again() -> None:
+    def event(kind: str, step: int) -> dict[str, Any]:
+        return {"kind": kind, "step": step}
+
+    events = [event("train_eval_postponed", step) for step in (5, 10, 5, 10, 15)]
+    assert left_out([*events, event("train_eval", 15), event("train_eval", 20)]) == (2, 4)
+    assert left_out([event("train_eval", 5)]) == (0, 1)
+    assert left_out([]) == (0, 0)

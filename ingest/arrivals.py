@@ -92,7 +92,7 @@ def may_validate(*, val: int, val_planned: int, ended: bool) -> bool:
     planned have come, or no more will.
 
     How many training samples are there says nothing of it: workers overtake each other, a shard may hold several
-    watermarks, and a shard of validation whose first attempt failed comes last.
+    watermarks, and a shard of validation may need several attempts.
     """
     return ended or val >= val_planned
 

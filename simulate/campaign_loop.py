@@ -91,6 +91,7 @@ class CampaignLoop:
         self.histories = {t.task_id: histories[t.task_id] for t in left if t.task_id in histories}
         self.failed = [t for t in left if self._history(t).failed is not None]
         todo = [t for t in left if self._history(t).failed is None]
+        self._order = order
         self.todo: deque[CampaignTask] = deque(todo if order is None else sorted(todo, key=order))
         self.hold = Hold(dataset, log)
         self.running: dict[str, CampaignTask] = {}
@@ -311,14 +312,23 @@ class CampaignLoop:
         if apart:
             self._fall_apart(task, parts)
             return
-        (self.todo if history.failed is None else self.failed).append(task)
+        if history.failed is None:
+            self._again(task)
+        else:
+            self.failed.append(task)
+
+    def _again(self, *tasks: CampaignTask) -> None:
+        """Behind all that wait; where the campaign has an order, at their places in it: somebody waits for them."""
+        self.todo.extend(tasks)
+        if self._order is not None:
+            self.todo = deque(sorted(self.todo, key=self._order))
 
     def _fall_apart(self, task: CampaignTask, parts: Sequence[CampaignTask]) -> None:
         """Of several structures, only the one to blame is to fail."""
         self.log.emit("task_split", task=task.task_id, into=len(parts), samples=len(task.sample_indices))
         self.histories.pop(task.task_id, None)
         self.plan = with_parts(self.plan, {task.task_id})
-        self.todo.extend(parts)
+        self._again(*parts)
         self.changed = True
 
     def _write_down(self) -> None:
@@ -333,7 +343,7 @@ class CampaignLoop:
     def _drop(self, task: CampaignTask, why: str) -> None:
         """Taken back from the cluster; nothing counts against it."""
         self.log.emit("task_dropped", task=task.task_id, why=why)
-        self.todo.append(task)
+        self._again(task)
 
     def _lose(self, task: CampaignTask, why: str, seconds: float) -> None:
         """Lost with its scheduler or its worker's job: done again, but not for ever. Those that waited are next, the
@@ -368,7 +378,7 @@ class CampaignLoop:
             self.failed.remove(task)
             self.histories[task.task_id] = self._history(task).forgiven()
             self.log.emit("task_retried", task=task.task_id, samples=len(task.sample_indices))
-            self.todo.append(task)
+            self._again(task)
 
     def _watch(self) -> None:
         """A worker keeps the limits of its task itself; here, those are found that cannot even do that."""

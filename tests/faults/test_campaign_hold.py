@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from line import uids_of, write_pipeline
 
 from exitwave.ingest.errors import InterruptedRunError
 from exitwave.ingest.events import read_events
+from exitwave.ingest.files import shard_path
 from exitwave.ingest.growing import BACKPRESSURE_NAME
+from exitwave.simulate import campaign_loop
 from exitwave.simulate.campaign import run_campaign
 from exitwave.simulate.cluster import make_cluster
 from exitwave.workflows.campaigns import Planned, read_campaign
@@ -74,3 +77,29 @@ def test_tasks_come_in_the_order_that_is_asked_for(tmp_path: Path, planned: Plan
     by_task = {task.task_id: task.split for task in planned.plan.tasks}
     events = read_events(tmp_path / "d" / "events.jsonl")
     assert [by_task[e["task"]] for e in events if e["kind"] == "task_submitted"] == ["val", "train", "train", "test"]
+
+
+def test_a_task_that_failed_once_keeps_its_place(
+    tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody waits for what comes first: a second attempt is not made after all others."""
+    monkeypatch.setattr(campaign_loop, "window", lambda per_second: 1)  # nothing is handed out ahead
+    root, place = tmp_path / "d", {"val": 0, "train": 1}
+    by_task = {task.task_id: task for task in planned.plan.tasks}
+    first = next(task for task in planned.plan.tasks if task.split == "val")
+    in_its_way = root / shard_path(first.shard_id) / "folder"
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["kind"] == "campaign_started":
+            in_its_way.mkdir(parents=True)
+        elif event["kind"] == "task_failed":
+            shutil.rmtree(in_its_way.parent)
+
+    run_campaign(
+        planned.plan, root, make_cluster("inline"), listeners=[listen],
+        order=lambda task: (place.get(task.split, 2), -task.index),
+    )  # fmt: skip
+    events = read_events(root / "events.jsonl")
+    submitted = [by_task[e["task"]].split for e in events if e["kind"] == "task_submitted"]
+    assert submitted == ["val", "val", "train", "train", "test"]
+    assert len(uids_of(root)) == planned.plan.n_samples

@@ -169,7 +169,8 @@ def check_node_size(node_size: int, world_size: int) -> None:
     """UsageError unless nodes of so many ranks make several of all of them."""
     if node_size < 2 or world_size % node_size or world_size == node_size:
         raise UsageError(
-            f"node_size={node_size}: expected at least 2 and a divisor of the {world_size} ranks that leaves several nodes"
+            f"node_size={node_size}: expected at least 2 and a divisor of the {world_size} ranks that leaves "
+            "several nodes"
         )
 
 

@@ -46,7 +46,7 @@ from exitwave.train.allreduce.step_mode import StepMode, open_step_ring, plan_fo
 from exitwave.train.allreduce.timeline import Timeline, to_chrome
 from exitwave.train.allreduce.tuning import Planning, Tuner, agree_on_link, measure_link
 from exitwave.train.allreduce.unchanged import Unchanged, refuse_shared_memory
-from exitwave.train.allreduce.wire import Nodes
+from exitwave.train.allreduce.wire import Nodes, check_node_size
 from exitwave.train.transport import TorchTransport, Transport
 
 __all__ = ["Counters", "GroupedAllreduce"]
@@ -137,6 +137,8 @@ class GroupedAllreduce(BackwardPass):
         if transports is None:
             refuse_ranks_that_never_met()
         if transports is None and dist.is_available() and dist.is_initialized() and group_size(process_group) > 1:
+            if node_size is not None:  # before any connection: one closed early is a rank that crashed, to the others
+                check_node_size(node_size, group_size(process_group))
             data = TorchTransport(process_group, timeout_s=timeout_s, label="data")
             transports = (
                 data,

@@ -33,7 +33,7 @@ from exitwave.train.allreduce.pump import Job, Pump
 from exitwave.train.allreduce.ring import Exchange, Ring, open_ring
 from exitwave.train.transport import Handle, TorchTransport, Transport
 
-__all__ = ["COMPRESSIONS", "CompressedWire", "HierarchicalWire", "Nodes", "PlainWire", "Wire"]
+__all__ = ["COMPRESSIONS", "CompressedWire", "HierarchicalWire", "Nodes", "PlainWire", "Wire", "check_node_size"]
 
 COMPRESSIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _TARGET = 8  # log2 of what a float16 group's largest value is brought to: 2^8 below overflow, 2^32 above the smallest
@@ -165,17 +165,22 @@ class _Narrow:
 # ------------------------------------------------------------------------------------------------------- two levels
 
 
+def check_node_size(node_size: int, world_size: int) -> None:
+    """UsageError unless nodes of so many ranks make several of all of them."""
+    if node_size < 2 or world_size % node_size or world_size == node_size:
+        raise UsageError(
+            f"node_size={node_size}: expected at least 2 and a divisor of the {world_size} ranks that leaves "
+            "several nodes"
+        )
+
+
 class Nodes:
     """Connections of a two-level reduction: ranks 0..n-1 of the process group are one node, the next n another, …"""
 
     def __init__(self, process_group: Any, node_size: int, timeout_s: float) -> None:
         parent = process_group if process_group is not None else dist.group.WORLD
         ranks = dist.get_process_group_ranks(parent)
-        if node_size < 2 or len(ranks) % node_size or len(ranks) == node_size:
-            raise UsageError(
-                f"node_size={node_size}: expected at least 2 and a divisor of the {len(ranks)} ranks that leaves "
-                "several nodes"
-            )
+        check_node_size(node_size, len(ranks))
         place = dist.get_rank(parent)
         node, within = divmod(place, node_size)
         inner = ranks[node * node_size : (node + 1) * node_size]

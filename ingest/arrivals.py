@@ -89,12 +89,12 @@ def steps_allowed(settings: ReservoirSettings, *, batch: int, arrived: int, ende
 
 def may_validate(*, val: int, val_planned: int, ended: bool) -> bool:
     """Whether a loss over the `val` samples of validation that are there can be compared with later ones: all that were
-    planned have come, or no more will.
+    planned have come, or no more will. Where every shard of it failed for good, there is none.
 
     How many training samples are there says nothing of it: workers overtake each other, a shard may hold several
     watermarks, and a shard of validation may need several attempts.
     """
-    return ended or val >= val_planned
+    return val >= val_planned or (ended and val > 0)
 
 
 class ArrivalLog:

@@ -47,7 +47,8 @@ def test_validation_waits_until_it_is_whole_or_never_will_be() -> None:
     assert not may_validate(val=7, val_planned=8, ended=False), "the eighth may still come, after all training samples"
     assert may_validate(val=8, val_planned=8, ended=False)
     assert may_validate(val=7, val_planned=8, ended=True), "shards that fail for good are not waited for any longer"
-    assert may_validate(val=0, val_planned=8, ended=True), "what is wrong then is told by the validation itself"
+    assert not may_validate(val=0, val_planned=8, ended=True), "all of them failed: there is nothing to validate on"
+    assert may_validate(val=0, val_planned=0, ended=True), "none was planned: the validation itself says what is wrong"
 
 
 def test_validations_left_out_are_counted_once_and_not_where_they_were_done_again() -> None:

@@ -75,9 +75,13 @@ class Given:
     thickness_A: float | None = None
 
 
+_SAME = 0.01  # relative: what a file says is often rounded
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The experiment as the network is told of it. `origin`: name -> given, file or estimated."""
+    """The experiment as the network is told of it. `origin`: name -> given, file or estimated. `contradicted`: what the
+    file says otherwise than what was given, which is taken."""
 
     energy_keV: float
     semiangle_mrad: float
@@ -92,6 +96,7 @@ class Conditions:
     counts_per_pattern: float
     origin: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    contradicted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +120,14 @@ def resolve(scan: Scan4D, given: Given) -> Conditions:
         raise UsageError(f"{scan.title}: the patterns are empty (all zero)")
     origin: dict[str, str] = {}
     notes: list[str] = []
+    contradicted: list[str] = []
 
     def known(name: str, said: Any, read: Any) -> Any:
         if said is not None or read is not None:
             origin[name] = "given" if said is not None else "file"
+        if said is not None and read is not None and not np.allclose(said, read, rtol=_SAME, atol=0):
+            mine, its = (", ".join(f"{value:g}" for value in np.unique(each)) for each in (said, read))
+            contradicted.append(f"{name}: the file says {its}; {mine} was given, and is taken")
         return said if said is not None else read
 
     energy = known("energy_keV", given.energy_keV, scan.energy_keV)
@@ -186,6 +195,7 @@ def resolve(scan: Scan4D, given: Given) -> Conditions:
         counts_per_pattern=counts,
         origin=origin,
         notes=tuple(notes),
+        contradicted=tuple(contradicted),
     )
 
 

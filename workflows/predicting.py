@@ -59,6 +59,8 @@ def predict_file(
     for line in (*conditions.notes, _dose_note(model, conditions, said)):
         if line:
             session.note(f"estimated: {line}" if line in conditions.notes else line)
+    for line in conditions.contradicted:
+        session.note(f"note: {line}")
     wrong = complaints(model, scan, conditions)
     if wrong and not force:
         raise UsageError(
@@ -114,6 +116,7 @@ def predict_file(
             "rotation_deg": conditions.rotation_deg,
             "transposed": conditions.transposed,
             "origin": conditions.origin,
+            "contradicted": list(conditions.contradicted),
         },
         "resampled_to_step_A": made.scan_step_A,
         "outside_training": wrong,

@@ -86,6 +86,16 @@ def energy(large: dict[str, Any]) -> float:
     return float(large["params"]["energy_keV"])
 
 
+def test_what_is_given_otherwise_than_the_file_says_is_taken_and_told(
+    run: Path, large: dict[str, Any], files: dict[str, Path], tmp_path: Path
+) -> None:
+    given = energy(large) + 20
+    told = predicted(run, files["emd"], tmp_path / "p.emd", energy_keV=given, force=True)
+    assert told["conditions"]["energy_keV"] == given
+    (line,) = told["conditions"]["contradicted"]
+    assert line == f"energy_keV: the file says {energy(large):g}; {given:g} was given, and is taken"
+
+
 @pytest.mark.parametrize("kind", ["emd", "hspy"])
 def test_a_large_scan_becomes_one_calibrated_image(
     kind: str, run: Path, large: dict[str, Any], files: dict[str, Path], tmp_path: Path

@@ -30,7 +30,7 @@ from exitwave.ingest.files import byte_view, crc32c, open_to_read
 from exitwave.ingest.records import PublishedShard
 from exitwave.ingest.schema import TABLES
 
-__all__ = ["MAX_OPEN", "OpenShard", "OpenShards", "StagedDamage"]
+__all__ = ["MAX_OPEN", "OpenShard", "OpenShards", "StagedDamage", "TooManyFilesError"]
 
 MAX_OPEN = 256  # a quarter of the usual limit of a process
 _PARAMS_KEPT = 16 << 20
@@ -79,6 +79,10 @@ class StagedDamage(DamagedDataError):
         super().__init__(why)
         self.path = path
         self.evicted = False
+
+
+class TooManyFilesError(UsageError):
+    """No shard can be opened before another one is closed."""
 
 
 class OpenShards:
@@ -203,7 +207,7 @@ class OpenShards:
             fd = self._open_file(path) if fd is None else fd
         except OSError as error:
             if error.errno in _TOO_MANY:
-                raise UsageError(
+                raise TooManyFilesError(
                     f"{path}: too many files are open. Close other data sets, or allow more files (ulimit -n)."
                 ) from error
             raise DamagedDataError(f"shard {record.shard_id}: {path}: {error.strerror}. {_WHAT_TO_DO}") from error

@@ -21,7 +21,7 @@ import numpy as np
 from exitwave.ingest.errors import DamagedDataError
 from exitwave.ingest.extent_io import SHORT, read_extent, read_sample
 from exitwave.ingest.files import crc32c, crc32c_more
-from exitwave.ingest.open_shards import OpenShard, OpenShards, StagedDamage
+from exitwave.ingest.open_shards import OpenShard, OpenShards, StagedDamage, TooManyFilesError
 from exitwave.ingest.records import PublishedShard
 
 __all__ = ["ShardFiles"]
@@ -34,8 +34,8 @@ _WITH_CARE = -1  # no descriptor: what is compressed
 
 Array = np.ndarray[Any, Any]
 Item = tuple[PublishedShard, int, int]  # shard, row in it, place in the batch
-Whose = tuple[PublishedShard, int, str, Array, int]  # shard, row in it, field, array, place in it
-Read = tuple[int, int, memoryview, int, Whose]  # descriptor, offset, out, its sum
+Whose = tuple[OpenShard, PublishedShard, int, str, Array, int]  # shard, row in it, field, array, place in it
+Read = tuple[int, int, memoryview, int, Whose]  # descriptor (open while its shard stands in `whose`), offset, out, sum
 
 
 class ShardFiles(OpenShards):
@@ -88,25 +88,33 @@ class ShardFiles(OpenShards):
         missing.
         """
         self._here()
-        for held, reads in self._plan(items, arrays, uids):
+        for reads in self._plan(items, arrays, uids):
             self._read_all(reads)
-            held.clear()  # only now: their descriptors stand in the reads
 
-    def _plan(
-        self, items: Sequence[Item], arrays: dict[str, Array], uids: Array
-    ) -> Iterator[tuple[list[OpenShard], deque[Read]]]:
-        """What is to be read, in stretches of few shards, which are held open. What is at hand is filled in at once."""
+    def _plan(self, items: Sequence[Item], arrays: dict[str, Array], uids: Array) -> Iterator[deque[Read]]:
+        """What is to be read, in stretches of few shards, which are open until all of a stretch is read.
+
+        Where the process may not open as many, a stretch ends earlier. What is at hand is filled in at once.
+        """
         views = [(field, array, array.reshape(-1).data) for field, array in arrays.items()]
-        held: list[OpenShard] = []
         reads: deque[Read] = deque()
+        shards = 0
         last: PublishedShard | None = None
         for record, row, k in items:
             if record is not last:
-                if len(held) == _SHARDS_AT_ONCE:
-                    yield held, reads
-                    held, reads = [], deque()
-                shard, last = self._get(record), record
-                held.append(shard)
+                if shards == _SHARDS_AT_ONCE:
+                    yield reads
+                    reads, shards = deque(), 0
+                try:
+                    shard = self._get(record)
+                except TooManyFilesError:
+                    if not shards:
+                        raise
+                    yield reads
+                    reads, shards = deque(), 0
+                    del shard  # the last one open of that stretch
+                    shard = self._get(record)
+                last, shards = record, shards + 1
                 kept, shard_uids = shard.params, shard.uids
                 places = [
                     (
@@ -126,8 +134,8 @@ class ShardFiles(OpenShards):
                 arrays["params"][k] = kept[row]
             for fd, offset, size, sums, field, array, view in places:
                 out = view[k * size : (k + 1) * size]
-                reads.append((fd, offset + row * size, out, int(sums[row]), (record, row, field, array, k)))
-        yield held, reads
+                reads.append((fd, offset + row * size, out, int(sums[row]), (shard, record, row, field, array, k)))
+        yield reads
 
     def _read_all(self, reads: deque[Read]) -> None:
         """Reads what is written down, by several threads where it is much."""
@@ -162,15 +170,17 @@ class ShardFiles(OpenShards):
             reads.clear()
             raise
 
-    def _read_carefully(self, record: PublishedShard, row: int, field: str, array: Array, k: int) -> None:
+    def _read_carefully(
+        self, shard: OpenShard, record: PublishedShard, row: int, field: str, array: Array, k: int
+    ) -> None:
         """Fills `array[k]` with a sample's bytes by all means there are, or says what is wrong with them."""
         while True:
-            shard = self._get(record)
             try:
                 self._read_field(shard, record, row, field, array[k])
                 return
             except StagedDamage as damage:
                 self._set_aside(record, shard, damage.path, str(damage))
+            shard = self._get(record)
 
     def _read_field(self, shard: OpenShard, record: PublishedShard, row: int, field: str, out: Array) -> None:
         if field == "params" and shard.params is not None:

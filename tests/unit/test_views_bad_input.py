@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,19 +213,36 @@ def test_texts_beyond_ascii(tmp_path: Path) -> None:
     assert tree(tmp_path / "e")
 
 
-@pytest.fixture
-def few_files() -> Iterator[None]:
-    """This process may open twelve files more."""
+@contextmanager
+def files_more(n: int) -> Iterator[None]:
+    """This process may open `n` files more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(int(p.name) for p in Path("/proc/self/fd").iterdir()) + 1
-    yield resource.setrlimit(resource.RLIMIT_NOFILE, (used + 12, hard))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    holes = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]
+    used = {int(p.name) for p in Path("/proc/self/fd").iterdir()}
+    while len(holes) < 4096 and set(range(max(used))) - used:  # the limit counts numbers, not files: no holes below it
+        holes.append(os.open(os.devnull, os.O_RDONLY))
+        used.add(holes[-1])
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 1 + n, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in holes:
+            os.close(fd)
 
 
-def test_more_shards_than_files_may_be_open(tmp_path: Path, few_files: None) -> None:
-    data = open_dataset(make_views_dataset(tmp_path / "d", "t" * 40, n=1))
-    assert len(data.params) == 40
-    assert data.read(range(40), ["cbed"])["uid"].tolist() == data.uids.tolist()
+@pytest.mark.parametrize("n", [1, 12, 30])
+@pytest.mark.parametrize("compression", [None, "bitshuffle-lz4"])
+def test_more_shards_than_files_may_be_open(tmp_path: Path, n: int, compression: str | None) -> None:
+    root = make_views_dataset(tmp_path / "d", "t" * 40, n=1, compression=compression)
+    data = open_dataset(root)
+    expected = data.read(range(40), ["cbed"])
+    data.close()
+    with files_more(n):
+        assert len(open_dataset(root).params) == 40
+        found = data.read([*range(40), *range(40)], ["cbed"])
+    assert found["uid"].tolist() == data.uids.tolist() * 2
+    assert np.array_equal(found["cbed"], np.concatenate([expected["cbed"]] * 2))
 
 
 def rebuilt(root: Path, *, reverse: bool) -> Path:

@@ -7,16 +7,18 @@ One job a number of ranks. Every round takes in turn, so that what else a machin
   have no core of their own, or share caches, that is in them.
 - messages: exchanges of neighbours, both ways at once, after a pause, as halos come after computation.
 - collectives: allreduces of all ranks.
-- calls: of a split module that does nothing; the ranks agree on their tiles in it.
+- calls: steps of the split module over few places, without the reduction: hardly anything to compute or to send, but
+  every layer is called, cut and put together, and waits for its neighbours' strips, on as many processes.
 - steps: of the split module, with halos, gradients and engine. These are what is predicted, and enter nothing.
 
 Two workloads. `network`: a U-Net computes. Not `network`: convolutions along the split dim, whose computation is a
-calibrated sleep of the length of the tile, so that ranks need no core; everything else is real.
+calibrated sleep, as long as the tile has places, so that ranks need no core; everything else is real.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -37,7 +39,8 @@ __all__ = ["PARTS", "bench_unet", "scale", "workload"]
 PARTS = (1.0, 0.5, 0.25)
 _SLEEPING_SHAPE = (1, 1, 16, 64, 128)  # halos of 8,192 values a neighbour, little to compute
 _LAYERS = 8
-_FORWARD_S = 0.06  # of a layer over all rows
+_FORWARD_S = 0.06  # of a layer over all places
+_FEW = 4  # places along each dim that is not split: what the U-Net can halve twice
 _MESSAGES = (1 << 12, 1 << 15, 1 << 16, 1 << 17, 1 << 18)
 _PAUSE_S = 0.02
 
@@ -58,12 +61,12 @@ def workload(*, network: bool) -> tuple[nn.Module, Tensor]:
 
 
 def _sleep_in(network: nn.Module) -> None:
-    rows = _SLEEPING_SHAPE[3]
+    places = math.prod(_SLEEPING_SHAPE)
     part = [1.0]
 
     def before(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
         x = inputs[0]
-        part[0] = getattr(x, "local", x).shape[3] / rows
+        part[0] = math.prod(getattr(x, "local", x).shape) / places
         time.sleep(_FORWARD_S * part[0])
 
     def in_backward(gradient: Tensor) -> Tensor:
@@ -80,16 +83,17 @@ def scale(world: int, *, rounds: int, network: bool) -> dict[str, Any]:
     """Median seconds of everything of the module's list, on a 1 x world mesh; of steps, every one."""
     module, x = workload(network=network)
     mesh, dims = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "spatial")), {"spatial": 3}
-    alone = copy.deepcopy(module)
+    alone, cut = copy.deepcopy(module), copy.deepcopy(module)
     works: dict[str, Callable[[], Any]] = {}
     for part in PARTS:
         some = x[:, :, :, : int(x.shape[3] * part)].contiguous()
         works[f"part {part}"] = partial(_step, alone, some)
     if world > 1:
         split = parallelize(module, mesh, dims, weight_gradients="partial")
-        nothing = parallelize(nn.Identity(), mesh, dims)
         engine, tile = GroupedAllreduce(split, average_over=1), scatter(x, mesh, dims, multiple_of=4)
-        works["call"] = partial(nothing, tile)
+        few = x[:, :, :_FEW, :, :_FEW].contiguous()
+        cut = parallelize(cut, mesh, dims, weight_gradients="partial")
+        works["call"] = partial(_step, cut, scatter(few, mesh, dims, multiple_of=4))
         for nbytes in _MESSAGES:
             works[f"message {nbytes}"] = partial(_exchange, nbytes)
             works[f"collective {nbytes}"] = partial(dist.all_reduce, torch.zeros(nbytes // 4))
@@ -97,7 +101,7 @@ def scale(world: int, *, rounds: int, network: bool) -> dict[str, Any]:
     else:
         works["step"] = partial(_step, module, x)
     if not network:
-        for each in {alone, module}:
+        for each in (alone, module, cut):
             _sleep_in(each)
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 2):
@@ -107,7 +111,7 @@ def scale(world: int, *, rounds: int, network: bool) -> dict[str, Any]:
             dist.barrier()
             begun = time.perf_counter()
             work()
-            if name[:4] in ("part", "step"):
+            if name[:4] in ("part", "step", "call"):
                 dist.barrier()
             if turn >= 2:
                 seconds[name].append(time.perf_counter() - begun)
@@ -117,6 +121,7 @@ def scale(world: int, *, rounds: int, network: bool) -> dict[str, Any]:
         "messages": [(n, found[f"message {n}"]) for n in _MESSAGES if world > 1],
         "collectives": [(n, found[f"collective {n}"]) for n in _MESSAGES if world > 1],
         "call_s": found.get("call", 0.0),
+        "call_part": _FEW * _FEW / (x.shape[2] * x.shape[4]),
         "steps_s": seconds["step"],
     }
 

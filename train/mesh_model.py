@@ -142,15 +142,14 @@ def fit_computation(machine: Machine, counted: ModelCount, measured: Sequence[tu
     """The machine with seconds a FLOP and a layer call from steps of one rank: (part of the sample's rows, seconds).
 
     A line through the points by least squares: the slope is three times the FLOP of a pass, the intercept two calls a
-    layer.
+    layer; where that would be negative, a line through the origin.
     """
     xs = [part * 3 * counted.flop for part, _ in measured]
     ys = [seconds for _, seconds in measured]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
-    if slope <= 0:  # one point, or noise: all of it is computation
-        slope, offset = mean_y / mean_x, 0.0
-    else:
-        offset = max(mean_y - slope * mean_x, 0.0)
+    offset = mean_y - slope * mean_x
+    if slope <= 0 or offset < 0:  # one point, noise, or caches that hold smaller parts better: all is computation
+        slope, offset = sum(x * y for x, y in zip(xs, ys, strict=True)) / sum(x * x for x in xs), 0.0
     return replace(machine, s_per_flop=slope, s_per_layer=offset / (2 * len(counted.layers)))

@@ -35,6 +35,7 @@ LINKS: dict[str, str | None] = {
     "400mbit": "400mbit",
     "250mbit": "250mbit",
     "100mbit": "100mbit",
+    "25mbit": "25mbit",
 }
 _BURST = "256kb"  # a few segments as the kernel hands them over (64 KiB)
 _PREFIX = "exitwave-bench"

@@ -127,8 +127,8 @@ def _one_test(units: Sequence[SplitUnit], split: SplitSpec, seed: int) -> list[s
         missing = max(0, wanted - sum(1 for s in chosen.values() if s == part))
         if missing > len(free):
             raise UsageError(
-                f"split.{part}: {wanted} of {len(every)} {split.by} units asked, {len(free)} not yet taken; "
-                "add structures or ask for fewer"
+                f"split.{part}: {wanted} of {len(every)} {split.by} units asked, {len(free)} not yet taken"
+                f"{_takers(chosen)}; add structures or ask for fewer"
             )
         chosen.update(dict.fromkeys(free[:missing], part))
         free = free[missing:]
@@ -182,6 +182,12 @@ def _two_tests(units: Sequence[SplitUnit], split: SplitSpec, seed: int) -> list[
         "new_prototype" if p in apart else None if c in held else chosen.get(c, "train")
         for p, c in zip(prototypes, compositions, strict=True)
     ]
+
+
+def _takers(chosen: dict[str, str]) -> str:
+    """Which splits have taken units so far: ` (test has 4)`; nothing where none has."""
+    parts = [f"{part} has {n}" for part, n in sorted(Counter(chosen.values()).items())]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _fixed(units: Sequence[SplitUnit], names: Sequence[str], by: str) -> dict[str, str]:

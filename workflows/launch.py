@@ -72,6 +72,7 @@ def train_with_ranks(
     replay: Path | None = None,
 ) -> dict[str, Any]:
     """Train with `ranks` processes on this machine; returns what came of it."""
+    from exitwave.train.checkpoints import last_step
     from exitwave.workflows.train_config import read_training
 
     training = read_training(config, overrides)
@@ -79,13 +80,17 @@ def train_with_ranks(
     n = ranks or (shape[0] * shape[1] if shape is not None else training.ranks or 1)
     data = find_dataset(data)
     with locked(out):
+        before = last_step(out)
         with session.progress() as feed:
             start_ranks(
                 session, training.spec, data, out,
                 ranks=n, cache=cache, cache_capacity=cache_capacity, mesh=mesh, fresh=fresh, feed=feed,
                 replay=replay,
             )  # fmt: skip
-        return training_document(out)
+        document = training_document(out)
+        if before and not fresh and document["steps"] == before:
+            document["message"] = f"Nothing was left to train (--fresh begins again). {document['message']}"
+        return document
 
 
 def make_folder(out: Path) -> None:

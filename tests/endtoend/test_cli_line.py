@@ -160,6 +160,8 @@ def test_step_by_step_on_one_rank(made: tuple[Path, Path], tmp_path: Path) -> No
     assert made_data["failed"] == 0
     trained = document("train", path, "--data", data, "--out", run, "--ranks", "1", "--set", "steps=3")
     assert trained["steps"] == 3 and (run / "model.pt").exists()
+    once_more = exitwave("train", path, "--data", data, "--out", run, "--ranks", "1", "--set", "steps=3")
+    assert once_more.returncode == 0 and "Nothing was left to train" in once_more.stdout
     again = exitwave("train", path, "--data", data, "--out", run, "--ranks", "1", "--set", "steps=4")
     assert again.returncode == 2 and "steps: 3 -> 4" in again.stderr
     fresh = document("train", path, "--data", data, "--out", run, "--ranks", "1", "--set", "steps=2", "--fresh")

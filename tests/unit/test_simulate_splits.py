@@ -96,6 +96,8 @@ def test_a_split_with_too_few_units_is_refused() -> None:
         assign_splits(units, SplitSpec(test=2, least_units=3), 0)
     with pytest.raises(UsageError, match=r"split\.new_composition: 1 composition\(s\) too few"):
         assign_splits(units, SplitSpec(new_composition=1), 0)
+    with pytest.raises(UsageError, match=r"split\.val: 3 of 10 .* 2 not yet taken \(test has 8\)"):
+        assign_splits(units, SplitSpec(test=8, val=3), 0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import platform
 import shutil
@@ -35,6 +34,7 @@ from exitwave.ingest.bench_data import (
     write_plain,
     write_webdataset,
 )
+from exitwave.ingest.buffers import page_aligned
 from exitwave.ingest.dataset import Dataset, open_dataset
 from exitwave.ingest.errors import ExitwaveError, UsageError
 from exitwave.ingest.staging import stage
@@ -184,8 +184,9 @@ def _raw(data: Dataset, memory: Array) -> None:
 
 def _memory(nbytes: int) -> Array:
     """Touched memory that starts at a page: where it starts else decides by half over how fast bytes are copied."""
-    found = np.zeros(nbytes + mmap.PAGESIZE, np.uint8)
-    return found[-found.ctypes.data % mmap.PAGESIZE :][:nbytes]
+    memory = page_aligned(nbytes)
+    memory[:] = 0
+    return memory
 
 
 def _bare(data: Dataset, number: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["BufferPool"]
+__all__ = ["BufferPool", "page_aligned"]
 
 _PAGE = 4096
 _SMALL = 256 << 10  # bytes: below, the allocator's own memory is as good
@@ -24,6 +24,12 @@ _KEPT = 9  # blocks: of some fields, for the batch in use, the one that is ready
 
 
 Array = np.ndarray[Any, Any]
+
+
+def page_aligned(nbytes: int) -> Array:
+    """(nbytes,) uint8, uninitialised, whose first byte is a page's."""
+    memory = np.empty(nbytes + _PAGE, np.uint8)
+    return memory[-memory.ctypes.data % _PAGE :][:nbytes]
 
 
 class _Block(NamedTuple):

@@ -95,7 +95,10 @@ class OnlineRun:
                 mark.unlink(missing_ok=True)
                 tell_warnings(self.session, self.planned)
                 campaign = threading.Thread(
-                    target=self._campaign, args=(cluster, workers, mark), name="exitwave-campaign", daemon=True
+                    target=self._campaign,
+                    args=(cluster, workers, mark, settings.watermark),
+                    name="exitwave-campaign",
+                    daemon=True,
                 )
                 campaign.start()
             trouble = None if trained else self._training(ranks)
@@ -107,12 +110,11 @@ class OnlineRun:
             raise trouble
         return self.failed
 
-    def _campaign(self, cluster: str, workers: int | None, mark: Path) -> None:
+    def _campaign(self, cluster: str, workers: int | None, mark: Path, watermark: int) -> None:
         """In a thread of its own: all that it starts inherits its niceness."""
         try:
             _stand_back(self.section.worker_niceness)
-            plan = self.planned.plan
-            order = arrival_order(self.spec, plan, settings_of(self.section, plan, self.spec).watermark)
+            order = arrival_order(self.spec, self.planned.plan, watermark)
             with self.part("simulate"):
                 result = run_planned(
                     self.session, self.planned, self.dataset,

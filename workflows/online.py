@@ -94,12 +94,8 @@ class OnlineRun:
             else:
                 mark.unlink(missing_ok=True)
                 tell_warnings(self.session, self.planned)
-                campaign = threading.Thread(
-                    target=self._campaign,
-                    args=(cluster, workers, mark, settings.watermark),
-                    name="exitwave-campaign",
-                    daemon=True,
-                )
+                given = (cluster, workers, mark, settings.watermark)
+                campaign = threading.Thread(target=self._campaign, args=given, name="exitwave-campaign", daemon=True)
                 campaign.start()
             trouble = None if trained else self._training(ranks)
             while not self._ended.wait(_POLL_S):

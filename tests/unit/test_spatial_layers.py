@@ -11,11 +11,12 @@ import random
 
 import pytest
 import torch
-from spatial_threads import grids, on_ranks, worst
+from spatial_threads import difference, grids, on_ranks, worst
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from exitwave.train.spatial import convolution, parallelize, scatter
+from exitwave.train.spatial import UnsupportedLayerError, convolution, mean, parallelize, scatter, total
 from exitwave.train.spatial.convolution_plan import returned_strips
 
 LIMIT = 1e-12
@@ -207,3 +208,133 @@ def test_strips_that_travel_before_the_rest_give_the_same_bits(name: str, monkey
         found.append(on_ranks(grids(s=2), work)[0])
     assert all(strips is not None for strips in alone) and any(alone)
     assert all(torch.equal(off, on) for off, on in zip(*found, strict=True))
+
+
+class Parts(nn.Module):
+    """A function of a module's parts: two convolutions, a scale."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.scale = nn.Parameter(torch.tensor([1.5, 0.5, -1.0]))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def of_two_ranks(module: nn.Module, x: torch.Tensor, call=lambda module, x: module(x)) -> torch.Tensor:
+    def work(grid, rank):
+        ours = parallelize(copy.deepcopy(module), grid, {"s": 2})
+        return call(ours, scatter(x, grid, {"s": 2})).detach()
+
+    return torch.cat(on_ranks(grids(s=2), work), 2)
+
+
+@pytest.mark.parametrize("weight_gradients", ["summed", "partial"])
+def test_a_shift_that_is_computed_from_tiles(weight_gradients):
+    functions = (
+        lambda m, x: F.conv2d(x, m.first.weight, x.mean((0, 2, 3)) * m.scale),
+        lambda m, x: F.batch_norm(x, None, None, m.scale, x.square().mean((0, 2, 3)), True),
+    )
+    for function in functions:
+        module = Parts(function).double()
+        x = torch.randn(2, 3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        whole_x = x.clone().requires_grad_()
+        y = module(whole_x)
+        y.square().sum().backward()
+
+        def work(grid, rank, module=module, x=x):
+            ours = parallelize(copy.deepcopy(module), grid, {"s": 2}, weight_gradients=weight_gradients)
+            ours.zero_grad()
+            own_x = x.clone().requires_grad_()
+            total(ours(scatter(own_x, grid, {"s": 2})).square(), grid, {"s": 2}).backward()
+            return own_x.grad, ours.scale.grad
+
+        found = on_ranks(grids(s=2), work)
+        scales = [scale for _, scale in found]
+        ours = sum(scales) if weight_gradients == "partial" else scales[0]
+        assert max(difference(dx, whole_x.grad) for dx, _ in found) <= LIMIT
+        assert difference(ours, module.scale.grad) <= LIMIT
+
+
+def test_a_bias_without_a_weight_gets_its_gradient():
+    module = Parts(lambda m, x: F.batch_norm(m.first(x), None, None, None, m.scale, True))
+    del module.second
+    assert worst(module, (2, 3, 7, 5), {"s": 2}, {"s": 2}) <= LIMIT
+
+
+def test_tiles_in_lists_and_dictionaries_are_tiles():
+    module = Parts(lambda m, given: m.first(given["image"]) + m.second(given["more"][0]))
+    x = torch.randn(1, 3, 7, 5, generator=torch.Generator().manual_seed(1))
+
+    def call(m, x):
+        return m({"image": x, "more": [x * 2]})
+
+    assert difference(of_two_ranks(module, x, call), call(module, x).detach()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "said"),
+    [
+        (lambda m, x: m.first(x), lambda m, x: m.first(x), "layer 'first' .*called by itself"),
+        (lambda m, x: Rounded.apply(m.first(x)), lambda m, x: m(x), "autograd Function"),
+        (lambda m, x: checkpoint(m.first, m.second(x), use_reentrant=True), lambda m, x: m(x), "layer 'first'"),
+        (lambda m, x: torch.where(m.first(x) > 0)[0], lambda m, x: m(x), "where: with a condition alone"),
+        (lambda m, x: x.squeeze((0, 1)), lambda m, x: m(x), "squeeze"),
+    ],
+    ids=["part", "function", "reentrant", "where", "squeeze"],
+)
+def test_what_would_be_wrong_without_a_word_is_refused(function, call, said):
+    with pytest.raises(UnsupportedLayerError, match=said):
+        of_two_ranks(Parts(function), torch.randn(1, 3, 6, 6), call)
+
+
+def test_recomputed_layers_are_not_taken_for_calls_of_their_own():
+    module = Parts(lambda m, x: m.second(checkpoint(m.first, x, use_reentrant=False)))
+    assert worst(module, (2, 3, 7, 5), {"s": 2}, {"s": 2}) <= LIMIT
+
+
+def test_nearest_takes_the_inputs_that_torch_takes_in_single_precision():
+    x = torch.arange(31.0).view(1, 1, 31, 1)
+    layer = nn.Upsample(scale_factor=(2.3, 1.0))
+    assert torch.equal(of_two_ranks(layer, x), layer(x))
+
+
+def test_half_precision_sums_do_not_overflow():
+    x = torch.full((1, 1, 300, 300), 3.0, dtype=torch.float16)
+    for function in (lambda m, x: x.mean((2, 3), keepdim=True), lambda m, x: F.adaptive_avg_pool2d(x, 1)):
+        assert of_two_ranks(Parts(function).half(), x).unique().tolist() == [3.0]
+    means = on_ranks(grids(s=2), lambda grid, rank: mean(scatter(x, grid, {"s": 2}), grid, {"s": 2}))
+    assert [float(m) for m in means] == [3.0, 3.0]
+
+
+def test_half_precision_norms_are_as_good_as_those_of_torch():
+    source = torch.Generator().manual_seed(1)
+    x = (torch.randn(2, 3, 16, 16, generator=source) + 30.0).bfloat16()
+    for layer in (nn.BatchNorm2d(3), nn.GroupNorm(3, 3)):
+        fine = copy.deepcopy(layer)
+        y = fine(x.float())
+        (y * y.detach().bfloat16()).sum().backward()
+
+        dy = y.detach().bfloat16()
+
+        def work(grid, rank, layer=layer, dy=dy):
+            ours = parallelize(copy.deepcopy(layer), grid, {"s": 2})
+            out = ours(scatter(x, grid, {"s": 2}))
+            (out * scatter(dy, grid, {"s": 2})).float().sum().backward()
+            return out.detach().float(), ours.weight.grad
+
+        found = on_ranks(grids(s=2), work)
+        assert difference(torch.cat([out for out, _ in found], 2), y.detach()) <= 2**-8
+        assert difference(found[0][1], fine.weight.grad) <= 1e-5

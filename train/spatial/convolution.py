@@ -182,7 +182,7 @@ def _conv(
         transposed=False,
         groups=groups,
         shape=tuple(shape),
-        weight_factor=x.space.weight_factor(weight),
+        weight_factor=x.space.weight_factor(weight, bias),
     )
     return Tile(_applied(local, weight, bias, plan), splits, x.space)
 
@@ -258,7 +258,7 @@ def _conv_transpose(
         transposed=True,
         groups=groups,
         shape=tuple(shape),
-        weight_factor=x.space.weight_factor(weight),
+        weight_factor=x.space.weight_factor(weight, bias),
     )
     return Tile(_applied(x.local, weight, bias, plan), splits, x.space)
 

@@ -14,6 +14,7 @@ with "local" between all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from exitwave.train.spatial.convolution import _summed
 from exitwave.train.spatial.links import Axis
-from exitwave.train.spatial.tile import Op, Space, Tile, handles
+from exitwave.train.spatial.tile import Op, Space, Tile, handles, precise
 
 __all__: list[str] = []
 
@@ -48,7 +49,7 @@ def _over(axes: Sequence[Axis], table: Tensor) -> Tensor:
 def _statistics(x: Tensor, groups: int, batch: bool, axes: Sequence[Axis]) -> Tensor:
     """(3, sets): count, mean, squares; a set is a channel over the batch, or a group of channels of one sample."""
     n, c = x.shape[:2]
-    flat = x.detach().reshape(n, c, -1)
+    flat = x.detach().flatten(2)
     count = torch.full((n, c), float(flat.shape[2]), dtype=flat.dtype, device=flat.device)
     if flat.shape[2]:
         variance, mean = torch.var_mean(flat, 2, correction=0)
@@ -73,8 +74,9 @@ class _Normalise(torch.autograd.Function):
         shift = -mean * scale if bias is None else bias.to(scale.dtype) - mean * scale
         ctx.how = how
         ctx.save_for_backward(x, weight, table)
-        ctx.has_bias = bias is not None
-        return torch.addcmul(_wide(shift, x).to(x.dtype), x, _wide(scale, x).to(x.dtype))
+        ctx.bias_type = None if bias is None else bias.dtype
+        fine = _precise(x)
+        return torch.addcmul(_wide(shift, x).to(fine.dtype), fine, _wide(scale, x).to(fine.dtype)).to(x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -83,14 +85,15 @@ class _Normalise(torch.autograd.Function):
         x, weight, table = ctx.saved_tensors
         mean, invstd = how.of_channels(table[1], x), how.of_channels(_invstd(table, how.eps), x)
         n, c = x.shape[:2]
-        dy = dy.contiguous()
-        flat_dy, flat_x = dy.reshape(n * c, 1, -1), x.reshape(n * c, -1, 1)
+        kind, x, dy = x.dtype, _precise(x), _precise(dy).contiguous()
+        places = prod(x.shape[2:])
+        flat_dy, flat_x = dy.view(n * c, 1, places), x.reshape(n * c, places, 1)
         sum_dy = flat_dy.sum(2).view(n, c).to(table.dtype)
         sum_dyx = torch.bmm(flat_dy, flat_x).view(n, c).to(table.dtype)
         sums = torch.stack([sum_dy, (sum_dyx - mean * sum_dy) * invstd])  # (2, N, C): of dy, of dy·xhat
         per_channel = sums.sum(1)
         dw = per_channel[1].to(weight.dtype) if weight is not None else None
-        db = per_channel[0].to(weight.dtype) if weight is not None and ctx.has_bias else None
+        db = per_channel[0].to(ctx.bias_type) if ctx.bias_type is not None else None
         if how.weight_factor is not None:
             dw, db = _summed(how.space, how.weight_factor, dw, db)
         dx = None
@@ -105,7 +108,7 @@ class _Normalise(torch.autograd.Function):
             b = -invstd * invstd * m2
             shift = -invstd * m1 - mean * b
             dx = torch.addcmul(_wide(shift, x).to(x.dtype), dy, _wide(a, x).to(x.dtype))
-            dx.addcmul_(x, _wide(b, x).to(x.dtype))
+            dx = dx.addcmul_(x, _wide(b, x).to(x.dtype)).to(kind)
         return dx, dw, db, None, None
 
 
@@ -141,7 +144,7 @@ def _wide(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _precise(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.to(precise(x.dtype))
 
 
 @handles("batch_norm")
@@ -162,9 +165,9 @@ def _batch_norm(
         assert running_mean is not None and running_var is not None
         scale = torch.rsqrt(running_var + eps) * (1.0 if weight is None else weight)
         shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        local = x.local
+        local = _precise(x.local)
         wide = [space.shared(t).view(1, -1, *[1] * (x.ndim - 2)).to(local.dtype) for t in (shift, scale)]
-        return x.like(torch.addcmul(wide[0], local, wide[1]))
+        return x.like(torch.addcmul(wide[0], local, wide[1]).to(x.dtype))
     scope = space.batch_norm
     if scope == "local":
         axes: tuple[Axis, ...] = ()
@@ -180,7 +183,7 @@ def _batch_norm(
             unbiased = table[2] / (table[0] - 1).clamp(min=1)
             running_mean.mul_(1 - momentum).add_(table[1].to(running_mean.dtype), alpha=momentum)
             running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
-    factor = space.weight_factor(weight) if weight is not None else None
+    factor = space.weight_factor(weight, bias)
     how = _How(space, groups=1, batch=True, axes=axes, eps=eps, weight_factor=factor)
     return x.like(_Normalise.apply(x.local, weight, bias, table, how))
 
@@ -193,7 +196,7 @@ def _group_norm(
     if x.shape[1] % num_groups:
         raise op.refuse(f"{x.shape[1]} channels do not divide into {num_groups} groups")
     table = _statistics(_precise(x.local), num_groups, False, x.space.axes)
-    factor = x.space.weight_factor(weight) if weight is not None else None
+    factor = x.space.weight_factor(weight, bias)
     how = _How(x.space, groups=num_groups, batch=False, axes=x.space.axes, eps=eps, weight_factor=factor)
     return x.like(_Normalise.apply(x.local, weight, bias, table, how))
 

@@ -55,9 +55,10 @@ def parallelize(
             all ranks, e.g. GroupedAllreduce(module, average_over=data ranks).
         timeout_s: how long a rank waits for another.
 
-    Called with plain tensors: those with more dims than the largest of `dims` are tiles of any sizes that fit together,
-    others are replicated. The result's tiles are those of the input where the size is the same, otherwise those that
-    `scatter` makes. A result that was gathered on the way (flatten, global pooling) is the same on every rank.
+    Called with plain tensors, also in lists, tuples and dictionaries: those with more dims than the largest of `dims`
+    are tiles of any sizes that fit together, others are replicated. The result's tiles are those of the input where the
+    size is the same, otherwise those that `scatter` makes. A result that was gathered on the way (flatten, global
+    pooling) is the same on every rank.
 
     Raises:
         UsageError: unknown mesh dims; parameters that differ between ranks; a module that is parallelized already.
@@ -85,7 +86,7 @@ def parallelize(
     module.register_forward_pre_hook(_entering(module, space, axes), with_kwargs=True)
     for name, layer in module.named_modules():
         shown = f"{name!r} ({type(layer).__name__})" if name else f"({type(layer).__name__})"
-        layer.register_forward_pre_hook(_named(space, shown))
+        layer.register_forward_pre_hook(_named(space, shown, root=layer is module, deepest=max(d for _, d in axes)))
         layer.register_forward_hook(_left(space), always_call=True)
     module.register_forward_hook(_leaving(space))
     return module
@@ -134,6 +135,7 @@ def _entering(module: nn.Module, space: Space, axes: list[tuple[Axis, int]]) -> 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         space.where.clear()
         space.entered = ()
+        space.tracking = torch.is_grad_enabled()
 
         def tile(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.ndim <= deepest:
@@ -144,14 +146,21 @@ def _entering(module: nn.Module, space: Space, axes: list[tuple[Axis, int]]) -> 
             space.entered = space.entered or splits
             return Tile(value, splits, space)
 
-        return tuple(tile(value) for value in args), {name: tile(value) for name, value in kwargs.items()}
+        return tuple(_mapped(tile, value) for value in args), {n: _mapped(tile, value) for n, value in kwargs.items()}
 
     return enter
 
 
-def _named(space: Space, name: str) -> Callable[..., None]:
-    def enter(layer: nn.Module, _: Any) -> None:
+def _named(space: Space, name: str, *, root: bool, deepest: int) -> Callable[..., None]:
+    def enter(layer: nn.Module, args: Any) -> None:
+        outside = not root and not space.where and torch._C._current_graph_task_id() == -1  # not recomputed in backward
         space.where.append(name)
+        if outside and any(isinstance(x, Tensor) and x.ndim > deepest for x in args):
+            raise space.refuse(
+                type(layer).__name__,
+                "called by itself: only a call of the whole parallelized module knows its input as tiles; parallelize "
+                "the part that is called, or call the whole",
+            )
         if isinstance(layer, _RANDOM) and layer.training and getattr(layer, "p", 1.0) > 0:
             raise space.refuse(
                 type(layer).__name__,
@@ -183,12 +192,17 @@ def _plain(result: Any, space: Space) -> Any:
         return retiled(result, [_as_promised(split, space) for split in result.splits]).local
     if isinstance(result, Tensor):
         return _Shared.apply(result, space.factor) if space.partial and result.requires_grad else result
-    if isinstance(result, dict):
-        return {name: _plain(value, space) for name, value in result.items()}
-    if isinstance(result, list | tuple):
-        values = [_plain(value, space) for value in result]
-        return type(result)(*values) if hasattr(result, "_fields") else type(result)(values)
-    return result
+    return _mapped(lambda value: _plain(value, space), result, inside=True)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any, *, inside: bool = False) -> Any:
+    """`function` of all that lists, tuples and dictionaries hold; `inside`: it has seen to `value` itself already."""
+    if isinstance(value, dict):
+        return {name: _mapped(function, each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        values = [_mapped(function, each) for each in value]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    return value if inside else function(value)
 
 
 def _as_promised(split: Split, space: Space) -> Split:

@@ -70,6 +70,8 @@ def _pointwise(op: Op, *args: Any, **kwargs: Any) -> Any:
     in_place = op.name in _IN_PLACE or op.name.endswith("_") or bool(kwargs.get("inplace"))
     if kwargs.get("out") is not None:
         raise op.refuse("out= is not supported for split tensors")
+    if op.name == "where" and len(values) == 1:
+        raise op.refuse("with a condition alone: the places would be those of the tile, not of the whole")
     if op.name == "prelu" and isinstance(values[1], Tensor) and values[1].numel() > 1:
         weight = values[1]  # one a channel: it broadcasts along dim 1, not along the last
         values[1] = weight.view(-1, *[1] * (values[0].ndim - 2))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from exitwave.train.spatial.convolution import checked_input, tuple_of
 from exitwave.train.spatial.reduce import replicated_sum
 from exitwave.train.spatial.resample import mapped
-from exitwave.train.spatial.tile import Op, Split, Tile, fetched, handles
+from exitwave.train.spatial.tile import Op, Split, Tile, fetched, handles, precise
 from exitwave.train.spatial.tiles import Range, Window
 
 __all__: list[str] = []
@@ -135,11 +135,11 @@ def _avg_pool(
         return Tile(
             _trimmed(pool(local, kernel, step, left, divisor_override=divisor_override), shape), splits, x.space
         )
-    y = _trimmed(pool(local, kernel, step, left, divisor_override=1), shape)
+    y = _trimmed(pool(local.to(precise(x.dtype)), kernel, step, left, divisor_override=1), shape)
     divisor = torch.ones((), dtype=y.dtype, device=y.device)
     for some in counts:
         divisor = divisor.unsqueeze(-1) * torch.tensor(some, dtype=y.dtype, device=y.device)
-    return Tile(y / divisor, splits, x.space)
+    return Tile((y / divisor).to(x.dtype), splits, x.space)
 
 
 def _counted(window: Window, n: int, output: int, count_include_pad: bool) -> int:
@@ -164,7 +164,8 @@ def _adaptive_avg_pool(op: Op, input: Any, output_size: Any) -> Tile | Tensor:
         count = 1
         for n in x.shape[2:]:
             count *= n
-        return replicated_sum(x.local.sum(tuple(range(2, nd + 2)), keepdim=True), x.space) / count
+        own = x.local.sum(tuple(range(2, nd + 2)), keepdim=True, dtype=precise(x.dtype))
+        return (replicated_sum(own, x.space) / count).to(x.dtype)
     y = x
     for i, m in enumerate(sizes):
         n = x.shape[i + 2]

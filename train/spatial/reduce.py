@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from exitwave.train.spatial.halo import assemble, begin_fetch
-from exitwave.train.spatial.tile import Op, Space, Split, Tile, handles
+from exitwave.train.spatial.tile import Op, Space, Split, Tile, handles, precise
 from exitwave.train.spatial.tiles import moves
 
 __all__ = ["Part", "Whole", "replicated_sum", "whole"]
@@ -95,7 +95,8 @@ def _mean_or_sum(op: Op, input: Tile, dim: Any = None, keepdim: bool = False, *,
     x = input
     dims = sorted(_dims(x, dim))
     local = x.local if dtype is None else x.local.to(dtype)
-    total = local.sum(dims, keepdim=keepdim)
+    exact = local.is_floating_point()
+    total = local.sum(dims, keepdim=keepdim, dtype=precise(local.dtype) if exact else None)
     count = 1
     for each in dims:
         count *= x.shape[each]
@@ -108,7 +109,8 @@ def _mean_or_sum(op: Op, input: Tile, dim: Any = None, keepdim: bool = False, *,
         y = replicated_sum(total, x.space)
     else:
         raise op.refuse("over some of the split dims only; reduce over all of them, or none")
-    return y / count if op.name == "mean" else y
+    y = y / count if op.name == "mean" else y
+    return y.to(local.dtype) if exact and y.dtype != local.dtype else y
 
 
 def _dims(x: Tile, dim: Any) -> set[int]:

@@ -59,20 +59,21 @@ def _interpolate(
     for i, (m, factor) in enumerate(zip(sizes, factors, strict=True)):
         n = x.shape[i + 2]
         if n != m or factor not in (None, 1.0):
-            place = _places(n, m, _MODES[mode], align_corners, factor)
+            place = _places(n, m, _MODES[mode], align_corners, factor, x.dtype)
             x = _picked(x, i + 2, place, linear=_MODES[mode] == "linear")
     return x
 
 
 @lru_cache(maxsize=256)
-def _places(n: int, m: int, mode: str, align_corners: bool | None, factor: float | None) -> Tensor:
-    """(m,) float64: where each output lies among the inputs 0..n-1."""
+def _places(n: int, m: int, mode: str, align_corners: bool | None, factor: float | None, dtype: torch.dtype) -> Tensor:
+    """(m,) float64: where each output lies among the inputs 0..n-1. Nearest: as torch rounds for this type."""
+    single = mode != "linear" and dtype != torch.float64
     with torch.no_grad():
-        line = torch.arange(n, dtype=torch.float64).view(1, 1, n)
+        line = torch.arange(n, dtype=torch.float32 if single else torch.float64).view(1, 1, n)
         options: dict[str, Any] = {"size": m} if factor is None else {"scale_factor": factor}
         found = F.interpolate(line, mode=mode, align_corners=align_corners, **options)
     assert found.shape[-1] == m, (n, m, factor)
-    return found.view(m)
+    return found.view(m).double()
 
 
 def _picked(x: Tile, dim: int, place: Tensor, *, linear: bool) -> Tile:

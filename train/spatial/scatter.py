@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.spatial.links import Axis, Grid, open_grid
 from exitwave.train.spatial.reduce import Part, Whole, replicated_sum
-from exitwave.train.spatial.tile import Space, Split
+from exitwave.train.spatial.tile import Space, Split, precise
 from exitwave.train.spatial.tiles import Bounds, even_bounds
 
 __all__ = ["agreed_splits", "gather", "mean", "own_slices", "scatter", "total"]
@@ -72,14 +73,20 @@ def gather(y: Tensor, mesh: DeviceMesh | Grid, dims: Mapping[str, int]) -> Tenso
 
 def total(x: Tensor, mesh: DeviceMesh | Grid, dims: Mapping[str, int]) -> Tensor:
     """The sum of all elements of all tiles, a scalar that is the same on all spatial ranks; differentiable."""
-    return replicated_sum(x.sum(), Space(tuple(axis for axis, _ in _axes(mesh, dims, None))))
+    return replicated_sum(_own_sum(x), Space(tuple(axis for axis, _ in _axes(mesh, dims, None))))
 
 
 def mean(x: Tensor, mesh: DeviceMesh | Grid, dims: Mapping[str, int]) -> Tensor:
     """The mean of all elements of all tiles (of any sizes), the same on all spatial ranks; differentiable."""
     space = Space(tuple(axis for axis, _ in _axes(mesh, dims, None)))
-    count = space.sum(x.new_full((), float(x.numel())))
-    return replicated_sum(x.sum(), space) / count
+    count = space.sum(x.new_full((), x.numel(), dtype=torch.int64))
+    found = replicated_sum(_own_sum(x), space) / float(count)
+    return found.to(x.dtype) if x.is_floating_point() else found
+
+
+def _own_sum(x: Tensor) -> Tensor:
+    """The sum of this rank's tile; of half precision in single precision, which does not overflow."""
+    return x.sum(dtype=precise(x.dtype)) if x.is_floating_point() else x.sum()
 
 
 def _axes(mesh: DeviceMesh | Grid, dims: Mapping[str, int], ndim: int | None) -> list[tuple[Axis, int]]:

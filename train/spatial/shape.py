@@ -40,8 +40,8 @@ def _unsqueeze(op: Op, input: Tile, dim: int) -> Tile:
 
 
 @handles("squeeze")
-def _squeeze(op: Op, input: Tile, dim: int | None = None) -> Tile:
-    if dim is None or input.split_of(dim % input.ndim) is not None:
+def _squeeze(op: Op, input: Tile, dim: Any = None) -> Tile:
+    if not isinstance(dim, int) or input.split_of(dim % input.ndim) is not None:
         raise op.refuse("name one dim that is not split")
     dim %= input.ndim
     if input.local.shape[dim] != 1:

@@ -14,6 +14,7 @@ keeps its own part.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from exitwave.train.spatial.halo import Fetch
 from exitwave.train.spatial.links import Axis
 from exitwave.train.spatial.tiles import Bounds, Range, moves
 
-__all__ = ["Op", "Space", "Split", "Tile", "UnsupportedLayerError", "fetched", "handles", "retiled"]
+__all__ = ["Op", "Space", "Split", "Tile", "UnsupportedLayerError", "fetched", "handles", "precise", "retiled"]
 
 
 class UnsupportedLayerError(UsageError):
@@ -76,6 +77,7 @@ class Space:
     partial: bool = False  # weight gradients stay this rank's part
     where: list[str] = field(default_factory=list)  # names of the layers that are running, outermost first
     entered: tuple[Split, ...] = ()  # how the input of the call was split
+    tracking: bool = False  # the call was made with gradients enabled
 
     @property
     def ranks(self) -> int:
@@ -100,11 +102,11 @@ class Space:
             axis.sum(tensor)
         return tensor
 
-    def weight_factor(self, tensor: Tensor) -> float | None:
-        """How the gradient of a replicated tensor that tiles used is made: None as it is, else summed, times this."""
+    def weight_factor(self, *tensors: Tensor | None) -> float | None:
+        """How gradients of replicated tensors that tiles used are made: None as they are, else summed, times this."""
         if not self.partial:
             return 1.0
-        return None if tensor.is_leaf else 1.0 / self.ranks
+        return None if all(tensor is None or tensor.is_leaf for tensor in tensors) else 1.0 / self.ranks
 
     def shared(self, tensor: Tensor) -> Tensor:
         """A replicated tensor for use with tiles."""
@@ -170,6 +172,11 @@ def _dispatch(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
     space = next(tile.space for tile in tiles_of((args, kwargs)))
     op = Op(space, function, short)
     handler = _HANDLERS.get(short)
+    if space.tracking and not torch.is_grad_enabled() and _within_a_function():
+        raise op.refuse(
+            "within an autograd Function, or a checkpoint with use_reentrant=True, which give split tensors no "
+            "gradient; write it as torch functions, or use use_reentrant=False"
+        )
     if handler is None:
         raise op.refuse("no exact form is known for split tensors; move it out of the parallelized module, or gather")
     try:
@@ -178,6 +185,22 @@ def _dispatch(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
         if "handler" in str(error) or "argument" in str(error):
             raise op.refuse(f"called in a way that is not supported for split tensors ({error})") from error
         raise
+
+
+def _within_a_function() -> bool:
+    """True in the forward pass of an autograd Function: autograd takes a `Tile` for a number, and tracks nothing."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """What sums of numbers of this type are made in, as torch makes them."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def tiles_of(value: Any) -> list[Tile]:

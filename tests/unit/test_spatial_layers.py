@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from exitwave.train.spatial import UnsupportedLayerError, convolution, mean, parallelize, scatter, total
 from exitwave.train.spatial.convolution_plan import returned_strips
+from exitwave.train.spatial.draws import Draws
+from exitwave.train.spatial.tile import Space
 
 LIMIT = 1e-12
 LINE = [({"s": 3}, {"s": 2}, None), ({"s": 5}, {"s": 3}, None), ({"s": 4}, {"s": 2}, {"s": (0, 1, 1, 8, 11)})]
@@ -292,12 +294,39 @@ def test_tiles_in_lists_and_dictionaries_are_tiles():
         (lambda m, x: checkpoint(m.first, m.second(x), use_reentrant=True), lambda m, x: m(x), "layer 'first'"),
         (lambda m, x: torch.where(m.first(x) > 0)[0], lambda m, x: m(x), "where: with a condition alone"),
         (lambda m, x: x.squeeze((0, 1)), lambda m, x: m(x), "squeeze"),
+        (lambda m, x: F.dropout(m.first(x).flatten(1)), lambda m, x: m(x), "dropout: draws from each"),
+        (lambda m, x: m.first(x) + torch.rand(3, 1, 1), lambda m, x: m(x), "rand: draws from each"),
     ],
-    ids=["part", "function", "reentrant", "where", "squeeze"],
+    ids=["part", "function", "reentrant", "where", "squeeze", "dropout", "rand"],
 )
 def test_what_would_be_wrong_without_a_word_is_refused(function, call, said):
     with pytest.raises(UnsupportedLayerError, match=said):
         of_two_ranks(Parts(function), torch.randn(1, 3, 6, 6), call)
+
+
+def test_random_numbers_that_all_ranks_share_are_let_through():
+    def noisy(m, x):
+        source = torch.Generator().manual_seed(3)
+        return F.dropout(m.first(x), 0.5, False) + torch.rand(3, 1, 1, generator=source)
+
+    module, x = Parts(noisy), torch.randn(1, 3, 6, 6)
+    assert difference(of_two_ranks(module, x), module(x).detach()) <= 1e-6
+
+
+def test_only_calls_of_the_module_are_watched():
+    module = Parts(lambda m, x: F.dropout(m.first(x).flatten(1)))
+
+    def work(grid, rank):
+        ours = parallelize(copy.deepcopy(module), grid, {"s": 2})
+        with pytest.raises(UnsupportedLayerError):
+            ours(scatter(torch.zeros(1, 3, 6, 6), grid, {"s": 2}))
+        before = torch.overrides._get_current_function_mode_stack()
+        mode = Draws(ours, Space(()))
+        with mode:  # as an interrupt leaves it behind
+            torch.rand(2)
+        return before
+
+    assert on_ranks(grids(s=2), work) == [[], []]
 
 
 def test_recomputed_layers_are_not_taken_for_calls_of_their_own():

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.spatial import norm, pointwise, pooling, resample, shape  # noqa: F401  their handlers
+from exitwave.train.spatial.draws import HOW_TO_DRAW, Draws
 from exitwave.train.spatial.links import Axis, Grid, open_grid
 from exitwave.train.spatial.scatter import agreed_splits
 from exitwave.train.spatial.tile import Space, Split, Tile, retiled
@@ -83,12 +84,13 @@ def parallelize(
     )
     _equalise(module, space, options=[sorted(dims.items()), batch_norm, weight_gradients])
     module.__dict__["_exitwave_space"] = _Token(space)
-    module.register_forward_pre_hook(_entering(module, space, axes), with_kwargs=True)
+    module.register_forward_pre_hook(_entering(space, axes), with_kwargs=True)
     for name, layer in module.named_modules():
         shown = f"{name!r} ({type(layer).__name__})" if name else f"({type(layer).__name__})"
         layer.register_forward_pre_hook(_named(space, shown, root=layer is module, deepest=max(d for _, d in axes)))
         layer.register_forward_hook(_left(space), always_call=True)
     module.register_forward_hook(_leaving(space))
+    module.register_forward_hook(_ended(space), always_call=True)
     return module
 
 
@@ -129,24 +131,28 @@ def _equalise(module: nn.Module, space: Space, options: list[Any]) -> None:
                     tensor.copy_(axis.share(tensor.contiguous()))
 
 
-def _entering(module: nn.Module, space: Space, axes: list[tuple[Axis, int]]) -> Callable[..., Any]:
+def _entering(space: Space, axes: list[tuple[Axis, int]]) -> Callable[..., Any]:
     deepest = max(dim for _, dim in axes)
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         space.where.clear()
+        space.modes.clear()
         space.entered = ()
         space.tracking = torch.is_grad_enabled()
 
         def tile(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.ndim <= deepest:
                 return value
-            signature = f"{value.dtype}, training={module.training}, "
+            signature = f"{value.dtype}, training={called.training}, "
             signature += f"requires_grad={value.requires_grad}, gradients={torch.is_grad_enabled()}"
             splits = tuple(agreed_splits(value.shape, signature, axes))
             space.entered = space.entered or splits
             return Tile(value, splits, space)
 
-        return tuple(_mapped(tile, value) for value in args), {n: _mapped(tile, value) for n, value in kwargs.items()}
+        tiles = tuple(_mapped(tile, value) for value in args), {n: _mapped(tile, value) for n, value in kwargs.items()}
+        space.modes.append(Draws(called, space))
+        space.modes[-1].__enter__()
+        return tiles
 
     return enter
 
@@ -162,11 +168,7 @@ def _named(space: Space, name: str, *, root: bool, deepest: int) -> Callable[...
                 "the part that is called, or call the whole",
             )
         if isinstance(layer, _RANDOM) and layer.training and getattr(layer, "p", 1.0) > 0:
-            raise space.refuse(
-                type(layer).__name__,
-                "draws from each process's generator, so ranks would differ from one another and from the serial run; "
-                "use exitwave.train.dropout.KeyedDropout",
-            )
+            raise space.refuse(type(layer).__name__, HOW_TO_DRAW)
 
     return enter
 
@@ -177,6 +179,14 @@ def _left(space: Space) -> Callable[..., None]:
             space.where.pop()
 
     return leave
+
+
+def _ended(space: Space) -> Callable[..., None]:
+    def end(*_: Any) -> None:
+        if space.modes:
+            space.modes.pop().__exit__(None, None, None)
+
+    return end
 
 
 def _leaving(space: Space) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exitwave.train.spatial.draws import HOW_TO_DRAW
 from exitwave.train.spatial.reduce import cut
 from exitwave.train.spatial.tile import Op, Space, Split, Tile, handles, retiled
 
@@ -96,14 +97,9 @@ def _pointwise(op: Op, *args: Any, **kwargs: Any) -> Any:
     "dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu"
 )
 def _random(op: Op, input: Any, p: Any = 0.5, training: bool = True, *args: Any, **kwargs: Any) -> Any:
-    if op.name == "rrelu":
-        raise op.refuse("draws from each process's generator")
-    if not training or p == 0:
+    if op.name != "rrelu" and (not training or p == 0):
         return input
-    raise op.refuse(
-        "draws from each process's generator, so ranks would differ from one another and from the serial run; "
-        "use exitwave.train.dropout.KeyedDropout"
-    )
+    raise op.refuse(HOW_TO_DRAW)
 
 
 @handles("softmax", "log_softmax")

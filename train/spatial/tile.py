@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from exitwave.ingest.errors import UsageError
 from exitwave.train.spatial.halo import Fetch
@@ -78,6 +79,7 @@ class Space:
     where: list[str] = field(default_factory=list)  # names of the layers that are running, outermost first
     entered: tuple[Split, ...] = ()  # how the input of the call was split
     tracking: bool = False  # the call was made with gradients enabled
+    modes: list[TorchFunctionMode] = field(default_factory=list)  # that the call has entered
 
     @property
     def ranks(self) -> int:

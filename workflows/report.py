@@ -18,18 +18,11 @@ from exitwave.workflows.figures import curve_png, image_png, shared_limits
 from exitwave.workflows.progress import human_seconds
 from exitwave.workflows.provenance import exitwave_version
 from exitwave.workflows.rejections import grouped
-from exitwave.workflows.report_data import METHODS, Example, ReportData, number
+from exitwave.workflows.report_data import Example, ReportData, number
+from exitwave.workflows.report_scores import METHODS, columns
 
 __all__ = ["render", "write_report"]
 
-_COLUMNS = (
-    ("rmse_VA", "RMSE", "V·Å"),
-    ("rmse_V", "RMSE / thickness", "V"),
-    ("rmse_V_fitted", "after rescaling", "V"),
-    ("r2", "R²", ""),
-    ("psnr", "PSNR", "dB"),
-    ("ssim", "SSIM", ""),
-)
 _HEADS = {"thickness_A": "Thickness, Å", "dose_e_per_pattern": "Electrons in a pattern", "n": "Samples"}
 
 
@@ -53,7 +46,7 @@ def render(data: ReportData) -> str:
     return environment.from_string(source).render(
         d=data,
         version=exitwave_version(),
-        columns=_COLUMNS,
+        columns=columns(data.metrics),
         metric_rows=_metric_rows(data.metrics),
         breakdowns=_breakdowns(data),
         rejected=grouped(data.rejected),
@@ -70,7 +63,7 @@ def _metric_rows(metrics: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
     for key in order:
         if key in metrics:
             name, what = METHODS.get(key, (key, ""))
-            cells = [number(metrics[key].get(column)) for column, _, _ in _COLUMNS]
+            cells = [number(metrics[key].get(column)) for column, _, _ in columns(metrics)]
             rows.append({"key": key, "name": name, "what": what, "cells": cells})
     return rows
 

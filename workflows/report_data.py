@@ -10,17 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AdaptiveFacts", "Example", "Picture", "ReportData", "StudyView", "headline", "number", "verdict"]
+__all__ = ["AdaptiveFacts", "Example", "Picture", "ReportData", "StudyView", "number"]
 
 Array = npt.NDArray[Any]
-
-METHODS = {
-    "model": ("the network", "what this run trained"),
-    "idpc": ("iDPC", "integrated quadrant signal, scale fitted on the validation set"),
-    "com": ("centre of mass", "integrated centre of mass, scale fitted on the validation set"),
-    "ptycho": ("ptychography", "iterative reconstruction"),
-    "mean": ("mean image", "the training set's mean potential, the same for every sample"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,41 +105,3 @@ def number(value: Any, digits: int = 3) -> str:
         return "–"
     text = f"{float(value):.{digits}g}"
     return f"{float(value):,.0f}".replace(",", " ") if "e+" in text else text.replace("-", "−")
-
-
-def verdict(metrics: Mapping[str, Mapping[str, Any]]) -> tuple[bool | None, str, str]:
-    """Whether the network did better than knowing only the training set's mean image: yes or no, a badge, in words."""
-    errors = {name: float(m["rmse_VA"]) for name, m in metrics.items() if m.get("rmse_VA") is not None}
-    if not errors.get("model") or not errors.get("mean"):
-        return None, "", ""
-    ratio = errors["model"] / errors["mean"]
-    if ratio < 0.8:
-        classical = [errors[name] for name in ("idpc", "com", "ptycho") if name in errors]
-        badge = "It worked" if all(errors["model"] < error for error in classical) else "It learned"
-        return True, badge, f"{100 * (1 - ratio):.0f} % below the error of the training set's mean image"
-    if ratio < 1:
-        less = f"only {100 * (1 - ratio):.0f} % below the error of the training set's mean image"
-        return False, "Hardly learned", less
-    return False, "Not learned", "no better than the training set's mean image"
-
-
-def headline(metrics: Mapping[str, Mapping[str, Any]], *, n: int, structures: int, split: str) -> str:
-    """What was done and whether it worked, in one sentence with the figures."""
-    model = metrics.get("model")
-    if not model:
-        return ""
-    where = f"{n} samples" + (f" of {structures} material{'s' * (structures != 1)}" if structures else "")
-    unseen = " that it never saw" if split != "train" else " that it was trained on"
-    sentence = (
-        f"On {where}{unseen}, the network reconstructs the projected potential with an error of "
-        f"{float(model['rmse_VA']):.3g} V·Å (RMSE)"
-    )
-    _, _, words = verdict(metrics)
-    if words:
-        sentence += f", {words} ({float(metrics['mean']['rmse_VA']):.3g} V·Å)"
-    others = [
-        f"{METHODS[name][0]} reaches {float(metrics[name]['rmse_VA']):.3g} V·Å"
-        for name in ("idpc", "com", "ptycho")
-        if metrics.get(name) and np.isfinite(float(metrics[name].get("rmse_VA") or np.nan))
-    ]
-    return sentence + (f"; from the same patterns {' and '.join(others)}." if others else ".")

@@ -17,7 +17,7 @@ from exitwave.ingest.manifest import MANIFEST_NAME
 from exitwave.workflows.adaptive_facts import adaptive_facts
 from exitwave.workflows.inspecting import structure_rows
 from exitwave.workflows.progress import human_bytes, human_seconds
-from exitwave.workflows.report_data import Example, ReportData, headline, number, verdict
+from exitwave.workflows.report_data import Example, ReportData, number
 from exitwave.workflows.report_facts import (
     last,
     provenance,
@@ -28,6 +28,7 @@ from exitwave.workflows.report_facts import (
     staging_rates,
     training_rates,
 )
+from exitwave.workflows.report_scores import headline, key_figures, verdict
 
 __all__ = ["gather"]
 
@@ -202,11 +203,7 @@ def _unfinished(train: Path, data: Dataset | None) -> str:
 def _figures(
     metrics: Mapping[str, Any], data: Dataset | None, stages: Sequence[tuple[str, float]], ranks: Any
 ) -> list[tuple[str, str]]:
-    figures = []
-    if metrics.get("model"):
-        figures.append((f"{float(metrics['model']['rmse_VA']):.3g} V·Å", "RMSE of the network on unseen materials"))
-        if metrics["model"].get("ssim") is not None:
-            figures.append((f"{float(metrics['model']['ssim']):.2f}", "structural similarity (1 is perfect)"))
+    figures = key_figures(metrics)
     if data is not None:
         materials = len({s.formula for shard in data.manifest.shards for s in shard.structures})
         figures.append((str(len(data)), f"samples of {materials} materials"))
@@ -238,7 +235,8 @@ def _metrics_note(evaluation: Mapping[str, Any]) -> str:
         notes.append(
             f"Anecdotal: {groups['n']} held-out prototype(s), fewer than five, tell of these alone, not of others."
         )
-    notes.append("No method sees a sample's mean: it is removed from prediction and truth alike.")
+    if "idpc" in evaluation.get("metrics", {}):
+        notes.append("No method sees a sample's mean: it is removed from prediction and truth alike.")
     return " ".join(notes)
 
 

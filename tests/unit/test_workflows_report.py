@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from exitwave.workflows import figures
 from exitwave.workflows.figures import nice_length, shared_limits
-from exitwave.workflows.report import render
-from exitwave.workflows.report_data import Example, ReportData, headline, number, verdict
+from exitwave.workflows.report import render, write_report
+from exitwave.workflows.report_data import Example, ReportData, number
+from exitwave.workflows.report_scores import columns, headline, key_figures, verdict
 
 
 def scores(value: float) -> dict[str, float]:
@@ -168,3 +171,49 @@ def test_the_same_rejection_stands_once() -> None:
 def test_lettering_is_readable_on_a_phone() -> None:
     """Two pictures stand beside each other on a phone, some 155 CSS pixels wide: 10 of them for a letter at least."""
     assert figures._FONT / 72 / figures._WIDTH * 155 > 10
+
+
+CLASSES = {
+    "model": {"top1": 0.74, "f1": 0.73},
+    "template": {"top1": 0.51, "f1": 0.51},
+    "majority": {"top1": 0.21, "f1": 0.07},
+}
+NUMBERS = {
+    "model": {"mse": 0.49, "r2": 0.51, "rmse_thickness_A": 12.0, "r2_thickness_A": 0.4},
+    "mean": {"mse": 1.0, "r2": 0.0, "rmse_thickness_A": 20.0, "r2_thickness_A": 0.0},
+}
+
+
+def test_a_classifier_in_words() -> None:
+    said = headline(CLASSES, n=448, structures=9, split="test")
+    assert said == (
+        "On 448 samples of 9 materials that it never saw, the network names the right class of 74 %; "
+        "template matching 51 %, most frequent class 21 %."
+    )
+    assert verdict(CLASSES)[:2] == (True, "It worked")
+    assert verdict({**CLASSES, "model": {"top1": 0.4}})[:2] == (True, "It learned")
+    assert verdict({**CLASSES, "model": {"top1": 0.2}})[:2] == (False, "Not learned")
+    assert [name for name, _, _ in columns(CLASSES)] == ["top1", "f1"]
+    assert key_figures(CLASSES)[0] == ("74.0%", "of samples in the right class")
+
+
+def test_numbers_in_words() -> None:
+    said = headline(NUMBERS, n=64, structures=0, split="test")
+    assert said == (
+        "On 64 samples that it never saw, the network explains 0.51 of the variance, its error is 30 % below the "
+        "error of the training set's mean."
+    )
+    assert verdict({**NUMBERS, "model": {"mse": 1.1}})[1:] == ("Not learned", "no better than the training set's mean")
+    assert columns(NUMBERS)[-1] == ("rmse_thickness_A", "RMSE of thickness_A", "Å")
+
+
+@pytest.mark.parametrize("metrics", [CLASSES, NUMBERS], ids=["classes", "numbers"])
+def test_pages_of_other_tasks(tmp_path: Path, metrics: dict[str, dict[str, float]]) -> None:
+    train = tmp_path / "train"
+    train.mkdir()
+    (tmp_path / "pipeline.yaml").write_text("name: other\n")
+    (tmp_path / "events.jsonl").write_text("")
+    (train / "events.jsonl").write_text("")
+    (train / "metrics.json").write_text(json.dumps({"split": "test", "n": 448, "metrics": metrics}))
+    page = write_report(tmp_path).read_text()
+    assert "that it never saw, the network" in page and "mean: it is removed" not in page
